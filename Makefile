@@ -1,0 +1,65 @@
+# One command for each thing a contributor does. Every target sets up what it
+# needs in .venv, once; PYTHON=python3.12 picks another interpreter for that.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# One backend a process: Keras reads KERAS_BACKEND once, when it is imported.
+BACKENDS ?= jax tensorflow
+# The one that the demo runs on.
+BACKEND ?= jax
+PYTEST_ARGS ?= -n 2
+
+comma := ,
+empty :=
+space := $(empty) $(empty)
+
+# `with-jax,demo` stands for `pip install -e ".[jax,demo]"`: one stamp for each
+# set of extras, renewed when pyproject.toml changes.
+DEMO := $(VENV)/with-$(BACKEND),demo
+CHECK := $(VENV)/with-dev
+TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
+TESTS := $(addprefix test-,$(BACKENDS))
+
+.PHONY: help demo test check clean $(TESTS)
+# Two pip processes in one environment would tread on each other.
+.NOTPARALLEL:
+# A half-made environment must not pass for a whole one.
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train handwritten digits under three policies, draw the result"
+	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
+	@echo "make check   format, lint, check types"
+	@echo "make clean   remove what the other commands made"
+
+demo: $(DEMO)
+	$(BIN)/keras-mp demo --backend $(BACKEND)
+
+test: $(TESTS)
+
+$(TESTS): test-%: $(TEST)
+	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Continuous integration sets CI: there an unformatted file is a failure.
+check: $(CHECK)
+	$(BIN)/ruff format $(if $(CI),--check) .
+	$(BIN)/ruff check .
+	$(BIN)/mypy keras_mp keras_mp_cli.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
+	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
+
+$(VENV)/with-%: pyproject.toml | $(VENV)/pyvenv.cfg
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@touch "$@"
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "keras_mp needs Python 3.11 or newer, and $(PYTHON) is not:" \
+	    "$$($(PYTHON) --version 2>&1). Name one that is: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)

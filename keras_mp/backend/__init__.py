@@ -1,0 +1,33 @@
+"""The only place that imports a framework.
+
+`engine` is the module for the backend Keras runs on. Each engine has the same seven
+functions:
+
+    is_tracing()                      inside a function being compiled?
+    refuse_baking(what, remedy)       error where a variable's value would be frozen
+    unscale(grads, inverse_scale)     float32 gradients
+    poison(grads)                     what is not finite becomes nan
+    all_finite(grads)                 one bool scalar over all gradients
+    update_if(finite, update, grads)  run `update(grads)`, of no effect if not finite
+    make_train_function(...)          Keras' own, its `train_step` wrapped
+"""
+
+import importlib
+import types
+
+import keras
+
+ENGINES = ("jax", "tensorflow", "torch")
+
+
+def _import_engine() -> types.ModuleType:
+    name = keras.backend.backend()
+    if name not in ENGINES:
+        raise ImportError(
+            "keras_mp trains on the backends jax, tensorflow and torch. Received: "
+            f"KERAS_BACKEND={name}. Set the environment variable KERAS_BACKEND."
+        )
+    return importlib.import_module(f"keras_mp.backend.{name}")
+
+
+engine = _import_engine()

@@ -1,0 +1,4 @@
+"""Seeing what precision does to a training: plots.
+
+Nothing is imported here: `plots` needs matplotlib, which is an extra.
+"""

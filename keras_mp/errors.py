@@ -1,0 +1,5 @@
+"""What keras_mp raises beyond ValueError and TypeError."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """Raised after `max_consecutive_skips` skipped steps in a row."""

@@ -1,0 +1,157 @@
+"""The seams: where keras_mp meets Keras.
+
+Each is a wrapper round one public Keras method, on the class that defines it, and holds
+no logic of its own:
+
+    Layer.__call__               a layer's first call chooses its precision
+    Trainer.compile              scales the optimizer, keeps the outputs in float32
+    Trainer.make_train_function  watches the train step
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.utils.tracking import no_automatic_dependency_tracking
+
+from keras_mp import gradient_stage, optimizer_log
+from keras_mp.backend import engine
+from keras_mp.conversion import computes_in_float16, keep_outputs_in_float32
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of
+from keras_mp.policies import settle
+
+
+def install() -> None:
+    """Puts the seams into Keras; does nothing where they are already."""
+    for name, owner, seam in _seams():
+        if not hasattr(vars(owner)[name], "_keras_mp_original"):
+            original = vars(owner)[name]
+            wrapper: Any = functools.wraps(original)(seam(original))
+            wrapper._keras_mp_original = original
+            setattr(owner, name, wrapper)
+
+
+def uninstall() -> None:
+    """Takes the seams out of Keras again; does nothing where there are none."""
+    for name, owner, _ in _seams():
+        original = getattr(vars(owner)[name], "_keras_mp_original", None)
+        if original is not None:
+            setattr(owner, name, original)
+
+
+def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:
+    def definer(name: str) -> type:
+        # Not keras.Model: Keras compares its methods with those of the class that
+        # defines them, when it loads a model.
+        return next(c for c in keras.Model.__mro__ if name in vars(c))
+
+    return [
+        ("__call__", keras.layers.Layer, _layer_call),
+        ("compile", definer("compile"), _compile),
+        ("make_train_function", definer("make_train_function"), _make_train_function),
+    ]
+
+
+def _layer_call(original: Callable) -> Callable:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settle(self)
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
+def _compile(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            call = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            return original(self, *args, **kwargs)  # Keras' own words for it.
+        call.apply_defaults()
+        automatic = call.arguments["auto_scale_loss"]
+        # Keras decides by the policy's name whether to wrap; we by the layers.
+        call.arguments["auto_scale_loss"] = False
+        result = original(*call.args, **call.kwargs)
+        if not automatic:
+            # Keras forgets it, and would wrap the optimizer of the reopened model.
+            self._compile_config.config["auto_scale_loss"] = False
+        keep_outputs_in_float32(self)
+        _scale_optimizer(self)
+        return result
+
+    return compile
+
+
+def _make_train_function(original: Callable) -> Callable:
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        # Layers that a subclassed model builds at its first call are known only now.
+        _scale_optimizer(self)
+        before = self.train_function
+        engine.make_train_function(self, original, force, _in_train_step)
+        if self.train_function is not before:
+            _watch_divergence(self)
+
+    return make_train_function
+
+
+def _in_train_step(step: Callable) -> Callable:
+    @functools.wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        with gradient_stage.train_step():
+            return step(*args, **kwargs)
+
+    return train_step
+
+
+def _scale_optimizer(model: Any) -> None:
+    """Wraps the model's optimizer if the model needs it and nothing scales it yet."""
+    optimizer = model.optimizer
+    if _needs_scaling(model, optimizer):
+        # Compiled with the same optimizer again, a model keeps scale and moments.
+        optimizer = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
+        if model.optimizer.built and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        _set_optimizer(model, optimizer)
+    optimizer_log.note(model.optimizer)
+
+
+def _needs_scaling(model: Any, optimizer: Any) -> bool:
+    return (
+        isinstance(optimizer, keras.optimizers.Optimizer)
+        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and optimizer.loss_scale_factor is None
+        and model._compile_config.config.get("auto_scale_loss", True)
+        and computes_in_float16(model)
+    )
+
+
+@no_automatic_dependency_tracking
+def _set_optimizer(model: Any, optimizer: Any) -> None:
+    # As in Keras' compile: without TensorFlow's attribute tracking.
+    model.optimizer = optimizer
+
+
+def _watch_divergence(model: Any) -> None:
+    """Lets `fit` stop a run that skips and skips.
+
+    Looks once in `max_consecutive_skips` steps, so that no step waits for the device.
+    """
+    interval = getattr(model.optimizer, "max_consecutive_skips", None)
+    if interval is None:
+        return
+    train_function = model.train_function
+    calls = 0
+
+    @functools.wraps(train_function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        result = train_function(*args, **kwargs)
+        calls += 1
+        if calls % interval == 0:
+            model.optimizer.raise_if_diverged()
+        return result
+
+    model.train_function = watched

@@ -1,0 +1,165 @@
+"""The rule of dynamic loss scaling: (state, were the gradients finite?) -> state.
+
+Nothing here knows of optimizers, models or devices. The rule, as pseudocode:
+
+    if finite:  consecutive_skips = 0; finite_steps += 1
+                if finite_steps >= dynamic_growth_steps:
+                    scale = min(scale * growth_factor, max_scale); finite_steps = 0
+    else:       skipped_steps += 1; consecutive_skips += 1; finite_steps = 0
+                if consecutive_skips >= hysteresis:
+                    scale = max(scale * backoff_factor, min_scale)
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 and its
+appendix on dynamic scaling; hysteresis as in NVIDIA Apex: the first skips of a row are
+forgiven, every further one of that row backs off.
+"""
+
+import dataclasses
+import math
+import numbers
+from typing import Any, NamedTuple
+
+from keras import ops
+
+# Between these a scale and its reciprocal are both normal float32 numbers: beyond
+# them a division by the scale would be flushed to zero or overflow.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+
+class LossScaleState(NamedTuple):
+    """What dynamic loss scaling remembers from one step to the next.
+
+    Attributes:
+        scale: float32 scalar, what the loss is multiplied by.
+        finite_steps: integer scalar, finite steps since the scale last moved or a
+            step was skipped.
+        skipped_steps: integer scalar, steps skipped so far.
+        consecutive_skips: integer scalar, steps skipped since the last finite one.
+    """
+
+    scale: Any
+    finite_steps: Any
+    skipped_steps: Any
+    consecutive_skips: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleRule:
+    """How the loss scale moves; see the module's pseudocode.
+
+    Args:
+        initial_scale: the scale of the first step, within the bounds.
+        dynamic_growth_steps: finite steps in a row before the scale grows.
+        dynamic: whether the scale moves at all. Skips are counted either way.
+        growth_factor: what the scale is multiplied by when it grows, above 1.
+        backoff_factor: what it is multiplied by when it backs off, within (0, 1).
+        min_scale: the scale never falls below this.
+        max_scale: the scale never rises above this.
+        hysteresis: non-finite steps in a row before the scale backs off.
+
+    Raises:
+        ValueError: for an argument outside its range.
+    """
+
+    initial_scale: float = 2.0**15
+    dynamic_growth_steps: int = 2000
+    dynamic: bool = True
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dynamic_growth_steps", "hysteresis"):
+            check_whole_number(name, getattr(self, name))
+        if not isinstance(self.dynamic, bool):
+            raise _refusal("dynamic", "be True or False", self.dynamic)
+        if not (_is_real(self.growth_factor) and 1 < self.growth_factor < math.inf):
+            raise _refusal(
+                "growth_factor", "be greater than 1 and finite", self.growth_factor
+            )
+        if not (_is_real(self.backoff_factor) and 0 < self.backoff_factor < 1):
+            raise _refusal(
+                "backoff_factor", "lie between 0 and 1, both excluded",
+                self.backoff_factor,
+            )  # fmt: skip
+        for name in ("min_scale", "max_scale"):
+            bound = getattr(self, name)
+            if not (_is_real(bound) and SMALLEST_SCALE <= bound <= LARGEST_SCALE):
+                raise _refusal(name, "lie between 2**-126 and 2**126", bound)
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                "`min_scale` must not be greater than `max_scale`. Received: "
+                f"min_scale={self.min_scale}, max_scale={self.max_scale}."
+            )
+        if not (
+            _is_real(self.initial_scale)
+            and self.min_scale <= self.initial_scale <= self.max_scale
+        ):
+            raise _refusal(
+                "initial_scale",
+                f"lie between min_scale={self.min_scale} and "
+                f"max_scale={self.max_scale}",
+                self.initial_scale,
+            )
+
+    def initial_state(self) -> LossScaleState:
+        """Returns the state before the first step, as Python numbers."""
+        return LossScaleState(float(self.initial_scale), 0, 0, 0)
+
+    def next(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step.
+
+        Args:
+            state: the `LossScaleState` before the step.
+            finite: bool scalar, whether all gradients of the step were finite.
+
+        Returns:
+            A `LossScaleState` of backend scalars, dtypes as in `state`; Python
+            numbers become float32 and int32. Works eagerly and inside compiled
+            functions.
+        """
+        scale = ops.convert_to_tensor(state.scale, "float32")
+        finite_steps, skipped_steps, consecutive_skips = (
+            ops.convert_to_tensor(count, "int32") if isinstance(count, int) else count
+            for count in state[1:]
+        )
+        finite = ops.convert_to_tensor(finite, "bool")
+
+        longer = finite_steps + 1
+        grows = longer >= self.dynamic_growth_steps
+        consecutive_skips = ops.where(
+            finite, ops.zeros_like(consecutive_skips), consecutive_skips + 1
+        )
+        finite_steps = ops.where(
+            ops.logical_and(finite, ops.logical_not(grows)),
+            longer,
+            ops.zeros_like(longer),
+        )
+        skipped_steps = ops.where(finite, skipped_steps, skipped_steps + 1)
+        if self.dynamic:
+            grown = ops.minimum(scale * self.growth_factor, self.max_scale)
+            backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)
+            backs_off = ops.logical_and(
+                ops.logical_not(finite), consecutive_skips >= self.hysteresis
+            )
+            moved = ops.where(ops.logical_and(finite, grows), grown, scale)
+            scale = ops.where(backs_off, backed_off, moved)
+        return LossScaleState(scale, finite_steps, skipped_steps, consecutive_skips)
+
+
+def check_whole_number(name: str, value: Any) -> None:
+    """Raises a ValueError unless `value` is a whole number of at least 1."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (whole and value >= 1):
+        raise _refusal(name, "be a whole number of at least 1", value)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _refusal(name: str, rule: str, value: Any) -> ValueError:
+    return ValueError(f"`{name}` must {rule}. Received: {name}={value!r}.")

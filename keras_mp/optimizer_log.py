@@ -1,0 +1,56 @@
+"""What became of each optimizer that a program compiled a model with.
+
+Off until `start`: `keras-mp run` wants the final numbers of optimizers that the script
+may have dropped by then, so their counters, a few scalars, are held here.
+"""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+
+@dataclasses.dataclass
+class Entry:
+    """The counters of one optimizer, which outlive it."""
+
+    name: str
+    iterations: keras.Variable
+    loss_scale: keras.Variable | None
+    skipped_steps: keras.Variable | None
+
+    def __str__(self) -> str:
+        steps = f"{int(self.iterations.value)} steps"
+        if self.loss_scale is None:
+            return f"{self.name}: no loss scaling, {steps}"
+        scale = f"{self.name}: loss scale {float(self.loss_scale.value):g}, {steps}"
+        if self.skipped_steps is None:  # Keras' own wrapper does not count them.
+            return f"{scale}, skipped steps not counted"
+        return f"{scale}, {int(self.skipped_steps.value)} skipped"
+
+
+_entries: dict[int, Entry] | None = None
+
+
+def start() -> None:
+    """Notes every optimizer from here on, and forgets those before."""
+    global _entries
+    _entries = {}
+
+
+def note(optimizer: Any) -> None:
+    """Takes down an optimizer, once; one that is wrapped, with its wrapper."""
+    if _entries is None or not isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    _entries[id(inner._iterations)] = Entry(
+        name=inner.name,
+        iterations=inner._iterations,
+        loss_scale=getattr(optimizer, "dynamic_scale", None),
+        skipped_steps=getattr(optimizer, "_skipped_steps", None),
+    )
+
+
+def lines() -> list[str]:
+    """One line for each optimizer: name, final loss scale, steps, skipped steps."""
+    return [str(entry) for entry in (_entries or {}).values()]

@@ -1,0 +1,185 @@
+"""Mixed-precision policies that choose each layer's precision.
+
+A Keras policy never sees the layer it is for. These do: at a layer's first call
+`for_layer` chooses a stock Keras policy for it, which is what the layer keeps, saves
+and shows. What was decided, and by which rule, is stored on the layer.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_mp.hardware import recommended_policy
+from keras_mp.rules import OUTPUT, RULES, Rule, user_rule
+
+# Layers whose inner softmax belongs to a product of their own: their children take
+# the layer's policy as it stands.
+_OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+
+class MixedPolicy(keras.DTypePolicy):
+    """A mixed policy that keeps in float32 what the rules say; see the subclasses."""
+
+    _policy_name: str
+
+    def __init__(self, float32: Iterable[Any] = (), name: str | None = None) -> None:
+        if name not in (None, self._policy_name):
+            raise ValueError(
+                f"`name` must be {self._policy_name!r}. Received: name={name!r}."
+            )
+        if isinstance(float32, (str, type)) or not isinstance(float32, Iterable):
+            raise TypeError(
+                "`float32` must be a list or tuple. Received: "
+                f"float32={float32!r}. Write float32=[{float32!r}]."
+            )
+        super().__init__(self._policy_name)
+        self.float32 = tuple(float32)
+        self.rules = (*(user_rule(p) for p in self.float32), *RULES)
+        # The stock policy that layers end up with. Children which a layer builds with
+        # `dtype=self.dtype_policy` share the instance, and so find their way back here.
+        self._half = keras.DTypePolicy(self._policy_name)
+        self._half._keras_mp_chooser = self
+
+    def for_layer(self, layer: Any) -> keras.DTypePolicy:
+        """Returns the stock Keras policy that `layer` computes under."""
+        return self.decide(layer)[0]
+
+    def decide(self, layer: Any) -> "Decision":
+        """Returns `for_layer`'s policy with the rule that chose it, None for half."""
+        for rule in self.rules:
+            if rule.matches(layer):
+                return Decision(keras.DTypePolicy("float32"), rule)
+        if isinstance(layer, _OPAQUE):
+            return Decision(keras.DTypePolicy(self._policy_name), None)
+        return Decision(self._half, None)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, type(self)) and super().__eq__(other)
+        return bool(same) and self.float32 == other.float32  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        kept = f"float32={list(self.float32)!r}" if self.float32 else ""
+        return f"{type(self).__name__}({kept})"
+
+
+@keras.saving.register_keras_serializable(package="keras_mp")
+class MixedFloat16(MixedPolicy):
+    """Computes in float16 and keeps variables, softmax and `float32` in float32.
+
+    Usable as the global policy and as any layer's `dtype=`. A layer of a model saved
+    under it holds the stock Keras policies "mixed_float16" or "float32".
+
+    Args:
+        float32: further layers that stay in float32: layer classes, regular
+            expressions that the whole path of a layer must match (`re.fullmatch`), or
+            predicates layer -> bool.
+
+    Raises:
+        TypeError, ValueError: for an entry of `float32` that is none of these.
+
+    Example:
+
+    ```python
+    keras_mp.set_global_policy(keras_mp.MixedFloat16(float32=["decoder/.*"]))
+    ```
+    """
+
+    _policy_name = "mixed_float16"
+
+
+@keras.saving.register_keras_serializable(package="keras_mp")
+class MixedBFloat16(MixedPolicy):
+    """Computes in bfloat16 and keeps variables, softmax and `float32` in float32.
+
+    Arguments and errors as in `MixedFloat16`. bfloat16 has float32's range and needs no
+    loss scaling.
+    """
+
+    _policy_name = "mixed_bfloat16"
+
+
+class Decision(NamedTuple):
+    """What was decided for a layer: the stock policy, and the rule if it is float32."""
+
+    policy: keras.DTypePolicy
+    rule: Rule | None
+
+
+def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
+    """Returns the policy object for a name.
+
+    Args:
+        name: "mixed_float16" and "mixed_bfloat16" give `MixedFloat16` and
+            `MixedBFloat16`, "auto" the recommended one; "float32" and the other names
+            of float dtypes, and policy objects, what they are in Keras.
+
+    Raises:
+        ValueError: for a name that is no policy.
+    """
+    if isinstance(name, keras.DTypePolicy):
+        return name
+    if name == "auto":
+        name = recommended_policy().name
+    for policy in (MixedFloat16, MixedBFloat16):
+        if name == policy._policy_name:
+            return policy()
+    # Names of integer dtypes are policies to Keras, but nothing trains in them.
+    if isinstance(name, str) and "float" in name:
+        try:
+            return keras.dtype_policies.get(name)
+        except ValueError:
+            pass  # Said below, with the names that are known.
+    raise ValueError(
+        "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'auto', the "
+        f"name of a float dtype, or a DTypePolicy. Received: policy={name!r}."
+    )
+
+
+def chooser_of(policy: Any) -> MixedPolicy | None:
+    """The policy of ours that `policy` is, or that chose it; None if the user did."""
+    if isinstance(policy, MixedPolicy):
+        return policy
+    return getattr(policy, "_keras_mp_chooser", None)
+
+
+def decision_for(layer: Any) -> Decision | None:
+    """What was decided for `layer`, unless the user has set another policy since."""
+    decision = getattr(layer, "_keras_mp_decision", None)
+    if decision is not None and decision.policy is layer.dtype_policy:
+        return decision
+    return None
+
+
+def settle(layer: Any) -> None:
+    """Lets a policy of ours choose the layer's own; at most once a layer."""
+    policy = getattr(layer, "dtype_policy", None)
+    chooser = chooser_of(policy)
+    if chooser is not None and decision_for(layer) is None:
+        _carry_out(layer, chooser.decide(layer))
+
+
+def keep_output_in_float32(layer: Any) -> bool:
+    """Turns an output layer to float32, if a policy of ours is what decided for it."""
+    settle(layer)
+    decision = decision_for(layer)
+    if decision is None or decision.rule is not None:
+        return False
+    _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT))
+    return True
+
+
+def _carry_out(layer: Any, decision: Decision) -> None:
+    before = layer.dtype_policy
+    layer.dtype_policy = decision.policy
+    layer._keras_mp_decision = decision
+    if decision.rule is None:
+        return
+    # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
+    for child in layer._flatten_layers(include_self=False):
+        if child.dtype_policy is before or chooser_of(child.dtype_policy) is not None:
+            child.dtype_policy = decision.policy
+            child._keras_mp_decision = decision

@@ -1,0 +1,137 @@
+"""Bad input gets an error that names argument, rule and value, and changes nothing."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+from backends import same_bits, values
+
+import keras_mp
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("growth_factor", 1),
+        ("growth_factor", float("inf")),
+        ("backoff_factor", 0),
+        ("backoff_factor", 1),
+        ("backoff_factor", float("nan")),
+        ("initial_scale", 0.5),
+        ("initial_scale", 2.0**25),
+        ("initial_scale", 0),
+        ("initial_scale", -1.0),
+        ("initial_scale", float("inf")),
+        ("initial_scale", float("nan")),
+        ("initial_scale", "2"),
+        ("initial_scale", None),
+        ("dynamic_growth_steps", 0),
+        ("dynamic_growth_steps", 1.5),
+        ("hysteresis", 0),
+        ("max_consecutive_skips", 0),
+        ("max_consecutive_skips", 2.5),
+        ("min_scale", 0.0),
+        ("max_scale", float("inf")),
+        ("dynamic", "no"),
+        ("clipnorm", 1.0),
+        ("global_clipnorm", 1.0),
+        ("gradient_accumulation_steps", 2),
+        ("use_ema", True),
+        ("momentum", 0.9),
+    ],
+)
+def test_an_argument_outside_its_range_is_refused(name, value):
+    inner = keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
+    with pytest.raises(ValueError, match=f"`{name}`.*Received: .*{name}"):
+        keras_mp.LossScaleOptimizer(inner, **{name: value})
+    assert inner.loss_scale_factor == 8.0
+    keras_mp.LossScaleOptimizer(inner)  # Nothing holds it.
+
+
+def test_min_scale_over_max_scale_is_refused():
+    with pytest.raises(ValueError, match="min_scale=8.0, max_scale=4.0"):
+        keras_mp.LossScaleOptimizer(
+            "sgd", min_scale=8.0, max_scale=4.0, initial_scale=8.0
+        )
+
+
+def test_a_fixed_scale_must_be_given():
+    with pytest.raises(ValueError, match="`dynamic=False` needs an `initial_scale`"):
+        keras_mp.LossScaleOptimizer("sgd", dynamic=False)
+    fixed = keras_mp.LossScaleOptimizer("sgd", dynamic=False, initial_scale=2.0**15)
+    assert float(fixed.loss_scale) == 2.0**15
+
+
+@pytest.mark.parametrize(
+    "wrapper", [keras_mp.LossScaleOptimizer, keras.optimizers.LossScaleOptimizer]
+)
+def test_a_wrapper_round_a_wrapper_is_refused(wrapper):
+    with pytest.raises(ValueError, match="must not scale the loss itself"):
+        keras_mp.LossScaleOptimizer(wrapper(keras.optimizers.SGD()))
+
+
+def test_one_inner_optimizer_in_two_wrappers_is_refused():
+    inner = keras.optimizers.SGD()
+    first = keras_mp.LossScaleOptimizer(inner)
+    with pytest.raises(ValueError, match="in one wrapper only"):
+        keras_mp.LossScaleOptimizer(inner)
+    assert first.inner_optimizer is inner
+    del first
+    gc.collect()
+    keras_mp.LossScaleOptimizer(inner)
+
+
+@pytest.mark.parametrize("inner", [3, None, object()])
+def test_what_is_no_optimizer_is_refused(inner):
+    with pytest.raises(ValueError, match="(?i)optimizer"):
+        keras_mp.LossScaleOptimizer(inner)
+
+
+def ones(*shape):
+    return keras.ops.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ([ones(2)], "1 gradients for 2 variables"),
+        ([ones(2), ones(), ones()], "3 gradients for 2 variables"),
+        ([ones(3), ones()], r"shape \(3,\) for variable .*first.* of shape \(2,\)"),
+        ([ones(2), ones(1)], r"shape \(1,\) for variable"),
+        ([None, None], "all of `grads` are None"),
+    ],
+)
+@pytest.mark.parametrize("built", [False, True])
+def test_gradients_that_do_not_fit_are_refused(grads, message, built):
+    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    variables = [
+        keras.Variable(np.ones(2, "float32"), name="first"),
+        keras.Variable(np.float32(1), name="second"),
+    ]
+    if built:
+        optimizer.build(variables)
+    optimizer.scale_loss(1.0)
+    before = values(variables + optimizer.variables)
+    with pytest.raises(ValueError, match=message):
+        optimizer.apply(grads, variables)
+    assert same_bits(before, values(variables + optimizer.variables))
+    assert optimizer.built == built
+
+
+def test_gradients_without_variables_need_a_built_optimizer():
+    with pytest.raises(ValueError, match="`trainable_variables` must be given"):
+        keras_mp.LossScaleOptimizer("sgd").apply([ones(2)])
+
+
+def test_an_inner_optimizer_built_for_other_variables_is_refused():
+    inner = keras.optimizers.SGD()
+    inner.build([keras.Variable(np.ones(2))])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        keras_mp.LossScaleOptimizer(inner).build([keras.Variable(np.ones(2))])
+
+
+def test_no_gradients_at_all_do_nothing_as_in_keras():
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.apply([])
+    assert int(optimizer.iterations) == 0

@@ -1,0 +1,207 @@
+"""The demo, run as a user runs it, and judged by what it shows."""
+
+import builtins
+import contextlib
+import io
+import re
+import struct
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from keras_mp import demo as demo_module
+from keras_mp.demo import POLICIES, demo
+from keras_mp.diagnostics.plots import plot_training
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two epochs under each policy, once for all tests: stdout, stderr, the picture."""
+    picture = tmp_path_factory.mktemp("demo") / "digits.png"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        before = keras.config.dtype_policy()
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            demo(epochs=2, out=str(picture))
+        after = keras.config.dtype_policy()
+    return types.SimpleNamespace(
+        text=out.getvalue(), picture=picture, before=before, after=after
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(run):
+    """The table: policy -> the cells to the right of it."""
+    lines = (line.split() for line in run.text.splitlines())
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == 8}
+
+
+def number(cell):
+    return float(cell.replace(",", "").rstrip("%"))
+
+
+def test_the_table_has_one_row_for_each_policy(rows):
+    assert tuple(name for name in rows if name in POLICIES) == POLICIES
+
+
+def test_the_table_fits_80_columns_and_cuts_nothing_off(run):
+    assert max(len(line) for line in run.text.splitlines()) <= 80
+    assert "…" not in run.text
+
+
+def test_every_policy_learns_the_digits_in_two_epochs(rows):
+    for policy in POLICIES:
+        accuracy, loss, *_ = rows[policy]
+        assert 85 < number(accuracy) <= 100
+        assert 0 < number(loss) < 0.4
+
+
+def test_only_float16_has_a_loss_scale(rows):
+    assert rows["float32"][2:4] == rows["mixed_bfloat16"][2:4] == ["none", "none"]
+    scale, skipped = map(number, rows["mixed_float16"][2:4])
+    assert scale == 2.0 ** round(np.log2(scale)) and 2**8 <= scale <= 2**15
+    assert 0 <= skipped <= 8
+
+
+def test_mixed_precision_halves_the_activations_and_keeps_the_weights(rows):
+    weights = [number(rows[policy][4]) for policy in POLICIES]
+    full, half, brain = (number(rows[policy][5]) for policy in POLICIES)
+    assert len(set(weights)) == 1
+    assert half == brain
+    # All but the softmax head's ten outputs, which stay in float32.
+    assert half == (full - 40) / 2 + 40
+
+
+def test_a_sentence_says_how_the_times_compare(run):
+    said = " ".join(run.text.split())
+    ratio = r"\d+\.\d times"
+    assert re.search(
+        rf"against float32: mixed_float16 {ratio}, mixed_bfloat16 {ratio}; .*\.", said
+    )
+
+
+def test_the_picture_is_a_png_of_a_sensible_size(run):
+    data = run.picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert 1000 <= width <= 2000 and 400 <= height <= 1200
+    assert len(data) > 10_000
+    assert run.picture.name in run.text
+
+
+def test_the_demo_leaves_the_global_policy_as_it_was(run):
+    assert run.after is run.before
+
+
+# --- the picture, alone -------------------------------------------------------------
+
+LOSSES = {"float32": [2.0, 0.5], "mixed_float16": [2.1, 0.5], "mixed_bfloat16": [2, 1]}
+SCALES = [2.0**15, 2.0**14, 2.0**14, 2.0**15]
+
+
+def lines_of(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_the_picture_has_a_curve_for_each_policy_and_one_for_the_scale():
+    left, right = plot_training(LOSSES, SCALES, [2]).axes
+    assert list(lines_of(left)) == list(LOSSES)
+    for policy, line in lines_of(left).items():
+        assert list(line.get_xdata()) == [1, 2]
+        assert list(line.get_ydata()) == LOSSES[policy]
+    assert list(lines_of(right)["loss scale"].get_ydata()) == SCALES
+
+
+def test_the_picture_marks_a_skipped_step_at_the_scale_that_overflowed():
+    _, right = plot_training(LOSSES, SCALES, [2]).axes
+    cross = lines_of(right)["skipped step"]
+    assert (list(cross.get_xdata()), list(cross.get_ydata())) == ([2], [2**15])
+
+
+def test_the_picture_has_titles_and_axis_labels_with_units():
+    left, right = plot_training(LOSSES, SCALES).axes
+    assert (left.get_xlabel(), right.get_xlabel()) == ("epoch", "step")
+    assert "nats" in left.get_ylabel() and "log2" in right.get_ylabel()
+    assert "loss" in left.get_title() and "mixed_float16" in right.get_title()
+    assert right.get_yscale() == "log" and right.yaxis.get_transform().base == 2
+
+
+@pytest.mark.parametrize(
+    "scales, skipped, words",
+    [
+        (SCALES, [2], ["skipped steps: 1", "first at step 4"]),
+        ([8.0] * 3, [], ["no gradient overflowed", "never grows"]),
+        ([], [], ["no policy used a loss scale"]),
+    ],
+)
+def test_the_caption_says_what_happened_to_the_scale(scales, skipped, words):
+    (caption,) = plot_training(LOSSES, scales, skipped).texts
+    said = " ".join(caption.get_text().split())
+    assert all(word in said for word in words)
+
+
+def test_the_picture_leaves_pyplot_alone():
+    from matplotlib import pyplot
+
+    plot_training(LOSSES, SCALES)
+    assert pyplot.get_fignums() == []
+
+
+# --- what can be missing ------------------------------------------------------------
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that makes an installed package look as if it were not."""
+    real_import = builtins.__import__
+
+    def hide(package):
+        def guarded(name, *args, **kwargs):
+            if name.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real_import(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", guarded)
+
+    return hide
+
+
+def test_without_scikit_learn_one_line_names_the_remedy(without, capsys):
+    without("sklearn")
+    with pytest.raises(SystemExit) as stop:
+        demo(epochs=1)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == 'the demo needs scikit-learn: pip install "keras_mp[demo]"\n'
+
+
+def test_without_matplotlib_the_table_is_printed_with_a_hint(
+    without, monkeypatch, capsys, tmp_path
+):
+    import sys
+
+    result = demo_module.Result("float32", 0.5, [1.0], [], [], 4, 4, 0.1)
+    monkeypatch.setattr(demo_module, "train_all", lambda digits, epochs: [result] * 3)
+    monkeypatch.delitem(sys.modules, "keras_mp.diagnostics.plots")
+    without("matplotlib")
+    demo(epochs=1, out=str(tmp_path / "none.png"))
+    out = capsys.readouterr().out
+    assert "50.0%" in out and 'pip install "keras_mp[plots]"' in out
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, True, "3"])
+def test_a_number_of_epochs_that_is_none_is_refused(epochs):
+    with pytest.raises(ValueError, match="`epochs` must .* Received: epochs="):
+        demo(epochs=epochs)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_the_training(tmp_path):
+    with pytest.raises(ValueError, match="`out` must .* Received: out=.*nowhere"):
+        demo(out=str(tmp_path / "nowhere" / "digits.png"))

@@ -1,0 +1,1145 @@
+"""The facts about Keras that keras_mp stands on, one small test a fact.
+
+When an upgrade of Keras breaks one, the failure is the sentence in the test's
+docstring, and `grep` for its nouns finds the seam that stands on it.
+
+Only Keras is imported here. The facts hold whether or not some other test has
+imported keras_mp, which wraps three Keras methods: where a test looks at one of
+those it unwraps it first, with `keras_own`.
+"""
+
+import functools
+import inspect
+import io
+import pathlib
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+from keras.src import backend as keras_backend
+
+# Variable.__array__ of Keras 3.15 takes no `copy`, which NumPy 2 warns about
+# wherever Keras itself reads a variable with `Variable.numpy()`: in the config of
+# an optimizer, or on saving.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+)
+
+BACKEND = keras.backend.backend()
+
+only_on_jax = pytest.mark.skipif(BACKEND != "jax", reason="a fact about JAX")
+only_on_tensorflow = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="a fact about TensorFlow"
+)
+only_on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a fact about torch")
+not_on_tensorflow = pytest.mark.skipif(
+    BACKEND == "tensorflow", reason="a fact about JAX and torch"
+)
+not_on_torch = pytest.mark.skipif(
+    BACKEND == "torch", reason="a fact about JAX and TensorFlow"
+)
+
+
+def fact(test):
+    """Makes the docstring of a test the message of its failure.
+
+    Other exceptions count as failures too: a private attribute that is gone
+    raises an AttributeError, and the sentence says more.
+    """
+
+    @functools.wraps(test)
+    def holds(*args, **kwargs):
+        try:
+            return test(*args, **kwargs)
+        except Exception as failure:
+            sentence = " ".join(test.__doc__.split())
+            raise AssertionError(
+                f"Not so in Keras {keras.__version__} on {BACKEND}: {sentence} "
+                f"({type(failure).__name__}: {failure})"
+            ) from failure
+
+    return holds
+
+
+@pytest.fixture(autouse=True)
+def the_global_policy_is_float32():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float32")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+# What the tests look at ----------
+
+KERAS_FOLDER = str(pathlib.Path(keras.__file__).parent)
+
+
+def keras_own(function):
+    """Takes off what others have wrapped round a function of Keras."""
+    return inspect.unwrap(
+        function, stop=lambda f: f.__code__.co_filename.startswith(KERAS_FOLDER)
+    )
+
+
+def defining_class(name, cls=keras.Model):
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
+def all_subclasses(cls):
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from all_subclasses(subclass)
+
+
+def subclasses_in_keras(cls):
+    return {
+        subclass
+        for subclass in all_subclasses(cls)
+        if subclass.__module__.startswith("keras.")
+    }
+
+
+def compile_as_keras(model, *args, **kwargs):
+    keras_own(defining_class("compile").compile)(model, *args, **kwargs)
+
+
+def numpy_of(variable):
+    return keras.ops.convert_to_numpy(variable)
+
+
+def tensor(values, dtype="float32"):
+    return keras.ops.convert_to_tensor(np.asarray(values, dtype))
+
+
+def dense_model(dtype=None):
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype=dtype)])
+
+
+def functional_model(dtype=None):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, keras.layers.Dense(2, dtype=dtype)(inputs))
+
+
+def data():
+    return np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
+
+
+def built_keras_scaler(inner="sgd", **kwargs):
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.get(inner), **kwargs)
+    variable = keras.Variable(np.ones(2, "float32"))
+    scaler.build([variable])
+    return scaler, variable
+
+
+class CustomPolicy(keras.DTypePolicy):
+    """A policy of someone else's, as keras_mp's own are."""
+
+
+# Variables and stateless scopes: what the select-on-write scope stands on ----------
+
+
+@fact
+def test_assign_in_a_stateless_scope_calls_add_update_with_one_pair():
+    """Variable.assign in a stateless scope calls the scope's add_update with one
+    argument, the pair (variable, value)."""
+    received = []
+
+    class Recording(keras.StatelessScope):
+        def add_update(self, update):
+            received.append(update)
+            super().add_update(update)
+
+    variable = keras.Variable(1.0)
+    with Recording():
+        variable.assign(2.0)
+    ((seen, value),) = received
+    assert seen is variable
+    assert float(value) == 2.0
+
+
+@fact
+def test_assign_add_and_assign_sub_go_through_add_update():
+    """Variable.assign_add and assign_sub reach the scope's add_update too."""
+    received = []
+
+    class Recording(keras.StatelessScope):
+        def add_update(self, update):
+            received.append(float(numpy_of(update[1])))
+            super().add_update(update)
+
+    variable = keras.Variable(1.0)
+    with Recording():
+        variable.assign_add(2.0)
+        variable.assign_sub(1.0)
+    assert received == [3.0, 2.0]
+
+
+@fact
+def test_assign_in_a_stateless_scope_converts_to_the_variables_dtype_first():
+    """What add_update receives already has the variable's dtype."""
+    variable = keras.Variable(1.0, dtype="float32")
+    with keras.StatelessScope() as scope:
+        variable.assign(tensor(2.0, "float16"))
+    value = scope.get_current_value(variable)
+    assert keras.backend.standardize_dtype(value.dtype) == "float32"
+
+
+@fact
+def test_a_stateless_scope_leaves_the_variable_itself_alone():
+    """An assignment in a stateless scope does not reach the variable."""
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope():
+        variable.assign(2.0)
+    assert numpy_of(variable) == 1.0
+
+
+@fact
+def test_state_mapping_is_a_dict_keyed_by_the_id_of_the_variable():
+    """StatelessScope.state_mapping is a dict from id(variable) to the value."""
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope([(variable, tensor(5.0))]) as scope:
+        pass
+    assert isinstance(scope.state_mapping, dict)
+    assert list(scope.state_mapping) == [id(variable)]
+
+
+@fact
+def test_get_current_value_is_none_for_a_variable_the_scope_does_not_know():
+    """StatelessScope.get_current_value returns the value in the scope, and None
+    for a variable that was neither mapped nor assigned."""
+    known, unknown = keras.Variable(1.0), keras.Variable(1.0)
+    with keras.StatelessScope([(known, tensor(5.0))]) as scope:
+        pass
+    assert float(scope.get_current_value(known)) == 5.0
+    assert scope.get_current_value(unknown) is None
+
+
+@fact
+def test_a_nested_stateless_scope_does_not_see_the_outer_ones_values():
+    """Inside a nested StatelessScope a variable has its real value, not the one
+    that the outer scope maps it to."""
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope([(variable, tensor(5.0))]):
+        assert numpy_of(variable) == 5.0
+        with keras.StatelessScope():
+            assert numpy_of(variable) == 1.0
+        assert numpy_of(variable) == 5.0
+
+
+@fact
+def test_updates_of_a_nested_stateless_scope_do_not_reach_the_outer_one():
+    """What is assigned in a nested StatelessScope is unknown to the outer one."""
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope() as outer:
+        with keras.StatelessScope():
+            variable.assign(5.0)
+    assert outer.get_current_value(variable) is None
+
+
+# Optimizers: what the wrapper stands on ----------
+
+
+@not_on_tensorflow
+@fact
+def test_stateless_apply_calls_apply_inside_a_stateless_scope():
+    """The base class' stateless_apply calls self.apply(grads) inside a
+    StatelessScope, and gathers the values from that scope."""
+    calls = []
+
+    class AssignsSeven(keras.optimizers.SGD):
+        def apply(self, *args, **kwargs):
+            calls.append((len(args), kwargs, keras_backend.in_stateless_scope()))
+            variable.assign(7.0)
+            self.iterations.assign(9)
+
+    variable = keras.Variable(1.0)
+    optimizer = AssignsSeven()
+    optimizer.build([variable])
+    (new_variable,), new_state = optimizer.stateless_apply(
+        [v.value for v in optimizer.variables], [tensor(0.0)], [tensor(1.0)]
+    )
+    assert calls == [(1, {}, True)]
+    assert float(new_variable) == 7.0
+    assert int(new_state[0]) == 9
+    assert numpy_of(variable) == 1.0
+    assert numpy_of(optimizer.iterations) == 0
+
+
+@fact
+def test_stateless_apply_is_overridden_by_the_scaler():
+    """Keras' LossScaleOptimizer has a stateless_apply of its own, and below it the
+    one of BaseOptimizer is inherited; on TensorFlow TFOptimizer's comes first."""
+    scaler, plain = keras.optimizers.LossScaleOptimizer, keras.optimizers.Optimizer
+    assert defining_class("stateless_apply", scaler) is scaler
+    expected = "TFOptimizer" if BACKEND == "tensorflow" else "BaseOptimizer"
+    assert defining_class("stateless_apply", plain).__name__ == expected
+
+
+@only_on_tensorflow
+@fact
+def test_stateless_apply_raises_on_tensorflow():
+    """On TensorFlow stateless_apply of any optimizer raises a ValueError."""
+    optimizer, variable = keras.optimizers.SGD(), keras.Variable(1.0)
+    optimizer.build([variable])
+    with pytest.raises(ValueError, match="stateless_apply is not supported"):
+        optimizer.stateless_apply(
+            [v.value for v in optimizer.variables], [tensor(0.0)], [tensor(1.0)]
+        )
+
+
+@only_on_jax
+@fact
+def test_an_optimizer_assigns_through_the_stateless_scope_on_jax():
+    """On JAX an optimizer's assign, assign_add and assign_sub go through the
+    StatelessScope's add_update."""
+    optimizer, variable = keras.optimizers.SGD(), keras.Variable(1.0)
+    with keras.StatelessScope() as scope:
+        optimizer.assign(variable, tensor(2.0))
+        optimizer.assign_add(variable, tensor(2.0))
+        optimizer.assign_sub(variable, tensor(1.0))
+    assert float(scope.get_current_value(variable)) == 3.0
+    assert numpy_of(variable) == 1.0
+
+
+@only_on_tensorflow
+@fact
+def test_an_optimizer_assigns_past_the_stateless_scope_on_tensorflow():
+    """On TensorFlow an optimizer's assign writes the tf.Variable itself, past any
+    StatelessScope: a scope that selects in add_update never hears of it."""
+    optimizer, variable = keras.optimizers.SGD(), keras.Variable(1.0)
+    with keras.StatelessScope() as scope:
+        optimizer.assign(variable, tensor(2.0))
+    assert scope.get_current_value(variable) is None
+    assert numpy_of(variable) == 2.0
+
+
+@fact
+def test_apply_gradients_calls_apply_with_gradients_and_variables():
+    """BaseOptimizer.apply_gradients calls self.apply(grads, variables)."""
+    calls = []
+
+    class Recording(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            calls.append((list(grads), list(trainable_variables)))
+
+    variable, gradient = keras.Variable(1.0), tensor(2.0)
+    Recording().apply_gradients([(gradient, variable)])
+    (((seen_gradient,), (seen_variable,)),) = calls
+    assert seen_gradient is gradient
+    assert seen_variable is variable
+
+
+@fact
+def test_optimizers_get_returns_an_instance_unchanged():
+    """keras.optimizers.get returns an optimizer instance as it is."""
+    optimizer = keras.optimizers.SGD()
+    assert keras.optimizers.get(optimizer) is optimizer
+
+
+@fact
+def test_the_scalers_own_variables_come_first_and_in_this_order():
+    """LossScaleOptimizer's own variables are iteration, learning_rate,
+    step_counter, dynamic_scale, followed by the inner optimizer's."""
+    scaler, _ = built_keras_scaler("adam")
+    names = [variable.name for variable in scaler.variables]
+    assert names[:4] == ["iteration", "learning_rate", "step_counter", "dynamic_scale"]
+    inner = scaler.inner_optimizer.variables
+    assert [id(v) for v in scaler.variables[4:]] == [id(v) for v in inner]
+
+
+@fact
+def test_the_scaler_has_two_variables_before_it_is_built():
+    """An unbuilt LossScaleOptimizer has iteration and learning_rate of its own,
+    and the scale and its counter are made by build."""
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    own = scaler.variables[: -len(scaler.inner_optimizer.variables)]
+    assert [variable.name for variable in own] == ["iteration", "learning_rate"]
+
+
+@fact
+def test_the_scalers_config_has_these_four_keys():
+    """LossScaleOptimizer.get_config has the keys name, inner_optimizer,
+    initial_scale and dynamic_growth_steps, and no other."""
+    scaler, _ = built_keras_scaler()
+    assert set(scaler.get_config()) == {
+        "name",
+        "inner_optimizer",
+        "initial_scale",
+        "dynamic_growth_steps",
+    }
+
+
+@fact
+def test_the_scaler_switches_the_inner_optimizers_fixed_scale_off():
+    """LossScaleOptimizer sets loss_scale_factor of its inner optimizer to None."""
+    inner = keras.optimizers.SGD(loss_scale_factor=8.0)
+    keras.optimizers.LossScaleOptimizer(inner)
+    assert inner.loss_scale_factor is None
+
+
+@fact
+def test_the_scalers_iterations_and_learning_rate_are_the_inner_optimizers():
+    """LossScaleOptimizer.iterations and learning_rate are the inner optimizer's."""
+    scaler, _ = built_keras_scaler()
+    assert scaler.iterations is scaler.inner_optimizer.iterations
+    assert scaler.learning_rate is scaler.inner_optimizer.learning_rate
+
+
+@fact
+def test_a_multi_optimizer_refuses_a_subclass_of_the_scaler():
+    """OptimizerMap and MultiOptimizer recognize a LossScaleOptimizer by
+    isinstance, so that a subclass is refused like Keras' own."""
+
+    class Scaler(keras.optimizers.LossScaleOptimizer):
+        pass
+
+    optimizer_map = keras.optimizers.OptimizerMap(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="LossScaleOptimizer"):
+        optimizer_map["dense"] = Scaler(keras.optimizers.SGD())
+
+
+def step_counter_and_scale_after(steps, scaler, variable):
+    """Takes finite steps the way that each backend's Trainer does."""
+    values, state = [variable.value], [v.value for v in scaler.variables]
+    for _ in range(steps):
+        gradients = [tensor([1.0, 1.0])]
+        if BACKEND == "jax":
+            values, state = scaler.stateless_apply(state, gradients, values)
+        else:
+            scaler.apply(gradients, [variable])
+            state = scaler.variables
+    return int(numpy_of(state[2])), float(numpy_of(state[3]))
+
+
+@fact
+def test_the_growth_step_itself_doubles_the_scale():
+    """Keras' scale doubles at the step of dynamic_growth_steps, and the counter
+    returns to 0."""
+    scaler, variable = built_keras_scaler(dynamic_growth_steps=3)
+    counter, scale = step_counter_and_scale_after(3, scaler, variable)
+    assert (counter, scale) == (0, 2 * scaler.initial_scale)
+
+
+@fact
+def test_one_step_past_the_growth_step_keras_never_grows_again():
+    """Keras' scale grows when step_counter == dynamic_growth_steps - 1, so that
+    it never grows again once the counter is past it."""
+    scaler, variable = built_keras_scaler(dynamic_growth_steps=3)
+    scaler.step_counter.assign(3)
+    counter, scale = step_counter_and_scale_after(5, scaler, variable)
+    assert (counter, scale) == (8, scaler.initial_scale)
+
+
+@only_on_jax
+@fact
+def test_the_scalers_stateful_apply_leaks_tracers_on_eager_jax():
+    """On eager JAX the stateful apply of Keras' LossScaleOptimizer raises, and
+    leaves tracers in the variables, which are lost."""
+    import jax
+
+    scaler, variable = built_keras_scaler()
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        scaler.apply([tensor([1.0, 1.0])], [variable])
+    for lost in (variable, scaler.step_counter, scaler.dynamic_scale):
+        assert isinstance(lost._value, jax.core.Tracer)
+
+
+@not_on_torch
+@fact
+def test_an_unbuilt_scaler_multiplies_a_float16_loss_in_float16():
+    """Before it is built, Keras' LossScaleOptimizer scales a float16 loss in
+    float16, where 4 times 32768 is infinite."""
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    scaled = scaler.scale_loss(tensor(4.0, "float16"))
+    assert keras.backend.standardize_dtype(scaled.dtype) == "float16"
+    assert np.isinf(numpy_of(scaled))
+
+
+@fact
+def test_a_built_scaler_multiplies_a_float16_loss_in_float32():
+    """Once it is built, Keras' LossScaleOptimizer scales a float16 loss in
+    float32."""
+    scaler, _ = built_keras_scaler()
+    scaled = scaler.scale_loss(tensor(4.0, "float16"))
+    assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
+
+
+@only_on_torch
+@fact
+def test_dividing_a_float16_gradient_by_the_scale_stays_in_float16_on_torch():
+    """On torch a float16 gradient divided by the float32 scale is float16."""
+    scaler, _ = built_keras_scaler()
+    unscaled = keras.ops.divide(tensor([1.0], "float16"), scaler.dynamic_scale)
+    assert keras.backend.standardize_dtype(unscaled.dtype) == "float16"
+
+
+# Trainer.compile: what the compile seam stands on ----------
+
+
+@fact
+def test_compile_is_defined_on_trainer():
+    """The class that defines keras.Model.compile, found by scanning
+    keras.Model.__mro__, is Trainer."""
+    assert defining_class("compile").__name__ == "Trainer"
+
+
+@fact
+def test_compile_of_every_model_class_in_keras_reaches_trainers():
+    """Sequential, Functional and every other Model class of Keras inherit compile
+    from Trainer, or (Distiller) call super().compile."""
+    trainers = defining_class("compile")
+    models = subclasses_in_keras(keras.Model)
+    assert {"Sequential", "Functional"} <= {model.__name__ for model in models}
+    for model in models:
+        definer = defining_class("compile", model)
+        if definer is not trainers:
+            assert "super().compile(" in inspect.getsource(definer.compile), model
+
+
+@fact
+def test_compile_takes_these_arguments():
+    """Trainer.compile takes the optimizer first, and auto_scale_loss, which is
+    True by default, last."""
+    signature = inspect.signature(keras_own(defining_class("compile").compile))
+    names = list(signature.parameters)
+    assert names[:2] == ["self", "optimizer"]
+    assert names[-1] == "auto_scale_loss"
+    assert signature.parameters["auto_scale_loss"].default is True
+
+
+@fact
+def test_compile_keeps_the_optimizer_it_was_handed():
+    """model._compile_config.config["optimizer"] is the optimizer that compile was
+    handed, not the wrapper that compile put round it."""
+    model = dense_model("mixed_float16")
+    model.dtype_policy = "mixed_float16"
+    handed = keras.optimizers.SGD()
+    compile_as_keras(model, handed, "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert model.optimizer.inner_optimizer is handed
+    assert model._compile_config.config["optimizer"] is handed
+
+
+@fact
+def test_the_compile_config_forgets_auto_scale_loss():
+    """model._compile_config.config has no auto_scale_loss, so that a saved model
+    forgets that the user said no."""
+    model = dense_model()
+    compile_as_keras(model, "sgd", "mse", auto_scale_loss=False)
+    assert "auto_scale_loss" not in model._compile_config.config
+    assert "auto_scale_loss" not in model.get_compile_config()
+
+
+@fact
+def test_compile_from_config_passes_every_key_to_compile(monkeypatch):
+    """compile_from_config hands every key of its config to compile, ones that
+    Keras did not write as well."""
+    received = {}
+    monkeypatch.setattr(
+        defining_class("compile"),
+        "compile",
+        lambda self, **kwargs: received.update(kwargs),
+    )
+    model = keras.Sequential()
+    model.compile_from_config({"loss": "mse", "auto_scale_loss": False, "novel": 1})
+    assert received == {"loss": "mse", "auto_scale_loss": False, "novel": 1}
+
+
+@fact
+def test_wrapping_compile_on_its_defining_class_leaves_loading_alone(monkeypatch):
+    """compile_from_config compiles as ever when Trainer.compile itself is
+    wrapped."""
+    config = compiled_config()
+    trainer = defining_class("compile")
+    original = trainer.compile
+    monkeypatch.setattr(
+        trainer,
+        "compile",
+        lambda self, *args, **kwargs: original(self, *args, **kwargs),
+    )
+    model = dense_model()
+    model.compile_from_config(config)
+    assert model.compiled
+
+
+@fact
+def test_wrapping_compile_on_model_breaks_loading(monkeypatch):
+    """compile_from_config compares the class' compile with Trainer.compile, and
+    gives up with a warning when keras.Model has one of its own."""
+    config = compiled_config()
+    original = keras.Model.compile
+    monkeypatch.setattr(
+        keras.Model,
+        "compile",
+        lambda self, *args, **kwargs: original(self, *args, **kwargs),
+    )
+    model = dense_model()
+    with pytest.warns(UserWarning, match="`compile\\(\\)` method is custom"):
+        model.compile_from_config(config)
+    assert not model.compiled
+
+
+def compiled_config():
+    model = dense_model()
+    model.compile("sgd", "mse")
+    return model.get_compile_config()
+
+
+@fact
+def test_compile_with_auto_scale_loss_false_never_wraps():
+    """compile(auto_scale_loss=False) leaves the optimizer as it is, under
+    mixed_float16 too."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model, handed = dense_model(), keras.optimizers.SGD()
+    compile_as_keras(model, handed, "mse", auto_scale_loss=False)
+    assert model.optimizer is handed
+
+
+@fact
+def test_compile_wraps_by_the_name_of_the_models_policy():
+    """Keras' compile goes by the name of the model's own policy, so that a model
+    whose only layer computes in float16 is left unscaled."""
+    model, handed = dense_model("mixed_float16"), keras.optimizers.SGD()
+    compile_as_keras(model, handed, "mse")
+    assert model.layers[0].compute_dtype == "float16"
+    assert model.optimizer is handed
+
+
+@fact
+def test_compile_leaves_a_subclass_of_the_scaler_as_it_is():
+    """compile recognizes an optimizer that is scaled already by isinstance, so
+    that a subclass of LossScaleOptimizer is not wrapped again."""
+
+    class Scaler(keras.optimizers.LossScaleOptimizer):
+        pass
+
+    keras.config.set_dtype_policy("mixed_float16")
+    model, handed = dense_model(), Scaler(keras.optimizers.SGD())
+    compile_as_keras(model, handed, "mse")
+    assert model.optimizer is handed
+
+
+@fact
+def test_compile_forgets_the_functions_it_made():
+    """compile sets train_function, test_function and predict_function to None."""
+    model = dense_model()
+    model.train_function = model.test_function = model.predict_function = len
+    compile_as_keras(model, "sgd", "mse")
+    assert model.train_function is None
+    assert model.test_function is None
+    assert model.predict_function is None
+
+
+@fact
+def test_a_compiled_loss_is_float32_for_float16_predictions():
+    """A compiled loss is computed in float32, also from float16 predictions."""
+    model = dense_model()
+    model.compile("sgd", "mse")
+    model.build((None, 3))
+    loss = model.compute_loss(
+        y=tensor([[0.0, 0.0]]), y_pred=tensor([[1.0, 1.0]], "float16")
+    )
+    assert keras.backend.standardize_dtype(loss.dtype) == "float32"
+
+
+# The train step: what the roll-back seam stands on ----------
+
+
+def step_that_counts(calls):
+    """A train step of the backend's own shape."""
+    if BACKEND == "jax":
+        return lambda state, data: (calls.append(1), ({}, state))[1]
+    return lambda data: (calls.append(1), {"loss": tensor(0.0)})[1]
+
+
+def call_train_function(model):
+    batch = tensor([1.0])
+    if BACKEND == "jax":
+        model.train_function((), iter([batch]))
+    elif BACKEND == "tensorflow":
+        model.train_function(iter([batch]))
+    else:
+        model.train_function([batch])
+
+
+def make_train_function_as_keras(model):
+    keras_own(type(model).make_train_function)(model)
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@fact
+def test_make_train_function_uses_the_train_step_of_the_instance(run_eagerly):
+    """make_train_function reads self.train_step, so that one put into
+    model.__dict__ before the call is the one that train_function runs."""
+    model, calls = dense_model(), []
+    model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    model.__dict__["train_step"] = step_that_counts(calls)
+    make_train_function_as_keras(model)
+    call_train_function(model)
+    assert len(calls) == 1
+
+
+@not_on_torch
+@fact
+def test_make_train_function_keeps_the_train_step_it_read():
+    """On JAX and TensorFlow train_function keeps the train_step that
+    make_train_function read, also when the instance no longer has it."""
+    model, calls = dense_model(), []
+    model.compile("sgd", "mse")
+    model.__dict__["train_step"] = step_that_counts(calls)
+    make_train_function_as_keras(model)
+    del model.__dict__["train_step"]
+    call_train_function(model)
+    assert len(calls) == 1
+
+
+@only_on_torch
+@fact
+def test_train_function_looks_the_train_step_up_at_each_call_on_torch():
+    """On torch train_function reads self.train_step anew at each call."""
+    model, early, late = dense_model(), [], []
+    model.compile("sgd", "mse")
+    model.__dict__["train_step"] = step_that_counts(early)
+    make_train_function_as_keras(model)
+    model.__dict__["train_step"] = step_that_counts(late)
+    call_train_function(model)
+    assert (early, late) == ([], [1])
+
+
+@fact
+def test_make_train_function_keeps_a_function_that_is_there():
+    """make_train_function does nothing when train_function is there, unless
+    force=True."""
+    model = dense_model()
+    model.compile("sgd", "mse")
+    make_train_function_as_keras(model)
+    first = model.train_function
+    make_train_function_as_keras(model)
+    assert model.train_function is first
+    keras_own(type(model).make_train_function)(model, force=True)
+    assert model.train_function is not first
+
+
+@fact
+def test_make_train_function_is_defined_on_the_backends_trainer():
+    """make_train_function is defined on one class that every model inherits, the
+    backend's trainer."""
+    trainer = defining_class("make_train_function")
+    expected = {
+        "jax": "JAXTrainer",
+        "tensorflow": "TensorFlowTrainer",
+        "torch": "TorchTrainer",
+    }
+    assert trainer.__name__ == expected[BACKEND]
+    for model in subclasses_in_keras(keras.Model):
+        assert defining_class("make_train_function", model) is trainer, model
+
+
+class Spy(keras.optimizers.SGD):
+    """Writes down which of its methods are called, and in what state."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def write_down(self, name):
+        scope = "stateless" if keras_backend.in_stateless_scope() else "stateful"
+        self.calls.append((name, scope))
+
+    def scale_loss(self, loss):
+        self.write_down("scale_loss")
+        return super().scale_loss(loss)
+
+    def stateless_apply(self, *args):
+        self.write_down("stateless_apply")
+        return super().stateless_apply(*args)
+
+    def apply_gradients(self, *args):
+        self.write_down("apply_gradients")
+        return super().apply_gradients(*args)
+
+    def apply(self, *args):
+        self.write_down("apply")
+        return super().apply(*args)
+
+
+def calls_of_one_step():
+    model, spy = dense_model(), Spy()
+    # Eagerly, so that nothing is written down by a second trace.
+    model.compile(spy, "mse", run_eagerly=True)
+    spy.build(model.trainable_variables)
+    model.build((None, 3))
+    spy.calls.clear()
+    model.train_on_batch(*data())
+    return spy.calls
+
+
+@only_on_jax
+@fact
+def test_the_train_step_on_jax_scales_and_updates_statelessly():
+    """On JAX train_step scales by optimizer.scale_loss inside a StatelessScope and
+    updates by optimizer.stateless_apply."""
+    calls = [call for call in calls_of_one_step() if call[0] != "apply"]
+    # Keras first traces the step once to build what is not built: only the
+    # order of the two matters.
+    assert calls[-2:] == [("scale_loss", "stateless"), ("stateless_apply", "stateful")]
+
+
+@only_on_tensorflow
+@fact
+def test_the_train_step_on_tensorflow_scales_and_applies_gradients():
+    """On TensorFlow train_step scales by optimizer.scale_loss and updates by
+    optimizer.apply_gradients."""
+    assert calls_of_one_step()[-3:] == [
+        ("scale_loss", "stateful"),
+        ("apply_gradients", "stateful"),
+        ("apply", "stateful"),
+    ]
+
+
+@only_on_torch
+@fact
+def test_the_train_step_on_torch_scales_and_applies():
+    """On torch train_step scales by optimizer.scale_loss and updates by
+    optimizer.apply, not by apply_gradients."""
+    assert calls_of_one_step()[-2:] == [
+        ("scale_loss", "stateful"),
+        ("apply", "stateful"),
+    ]
+
+
+class ValuesDuringFit(keras.callbacks.Callback):
+    """Writes down which variables have no value, before and after `read`."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.before, self.after = read, [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.before.append(self.without_value())
+        self.read(self)
+        self.after.append(self.without_value())
+
+    def without_value(self):
+        model = self._model  # not self.model, which syncs
+        variables = model.variables + model.optimizer.variables
+        return [variable._value is None for variable in variables]
+
+
+def values_during_fit(read):
+    model, seen = dense_model(), ValuesDuringFit(read)
+    model.compile("adam", "mse")
+    model.fit(*data(), verbose=0, callbacks=[seen])
+    return seen
+
+
+@only_on_jax
+@fact
+def test_fit_purges_the_variables_on_jax_and_jax_state_sync_restores_them():
+    """On JAX the _value of every model and optimizer variable is None during an
+    epoch of fit, and model.jax_state_sync() puts the values back."""
+    seen = values_during_fit(lambda callback: callback._model.jax_state_sync())
+    assert all(seen.before[0])
+    assert not any(seen.after[0])
+
+
+@only_on_jax
+@fact
+def test_reading_the_model_of_a_callback_syncs_the_state_on_jax():
+    """On JAX reading self.model in a callback calls jax_state_sync, so that the
+    variables have their values there, at the price of a sync."""
+    seen = values_during_fit(lambda callback: callback.model)
+    assert all(seen.before[0])
+    assert not any(seen.after[0])
+
+
+# Layer.__call__: what the policy seam stands on ----------
+
+
+@fact
+def test_call_is_defined_on_layer():
+    """Layer.__call__ is defined on keras.layers.Layer itself."""
+    assert "__call__" in vars(keras.layers.Layer)
+
+
+@fact
+def test_every_layer_of_keras_reaches_the_call_of_layer():
+    """No layer class of Keras overrides __call__ without calling the inherited
+    one, except FeatureSpace, which has nothing to compute in float16."""
+    layers = subclasses_in_keras(keras.layers.Layer)
+    assert len(layers) > 100
+    past_it = {
+        layer.__name__
+        for layer in layers
+        if "__call__" in vars(layer)
+        and "super().__call__(" not in inspect.getsource(vars(layer)["__call__"])
+    }
+    assert past_it == {"FeatureSpace"}
+
+
+@fact
+def test_a_model_is_called_through_the_call_of_layer():
+    """Model, Sequential and Functional inherit __call__ from Layer."""
+    for model in (keras.Model, *subclasses_in_keras(keras.Model)):
+        assert defining_class("__call__", model) is keras.layers.Layer, model
+
+
+@fact
+def test_the_policy_of_a_layer_is_set_by_a_public_setter():
+    """layer.dtype_policy has a public setter, which takes effect at the next
+    call."""
+    layer = keras.layers.Activation("relu", dtype="float16")
+    layer.dtype_policy = keras.DTypePolicy("float32")
+    assert layer.compute_dtype == "float32"
+    output = layer(tensor([[1.0]]))
+    assert keras.backend.standardize_dtype(output.dtype) == "float32"
+
+
+@fact
+def test_a_policy_set_before_the_first_call_decides_the_symbolic_dtype():
+    """The dtype_policy that a layer has at its first call decides the dtype of
+    its symbolic output."""
+    inputs = keras.Input((3,))
+    layer = keras.layers.Dense(2, dtype="mixed_float16")
+    layer.dtype_policy = keras.DTypePolicy("float32")
+    assert layer(inputs).dtype == "float32"
+
+
+@fact
+def test_a_policy_set_on_a_built_model_leaves_the_symbolic_output_as_it_was():
+    """Setting dtype_policy on a layer of a built Functional model leaves
+    model.output.dtype as it was."""
+    model = functional_model("mixed_float16")
+    model.layers[-1].dtype_policy = "float32"
+    assert model.layers[-1].compute_dtype == "float32"
+    assert model.output.dtype == "float16"
+
+
+@not_on_torch
+@fact
+def test_a_policy_set_on_a_built_model_leaves_the_traced_functions_as_they_were():
+    """Setting dtype_policy on a layer leaves functions that are traced already in
+    the old dtype."""
+    model = functional_model("mixed_float16")
+    model.compile("sgd", "mse", auto_scale_loss=False, jit_compile=BACKEND == "jax")
+    model.make_predict_function()
+    traced = model.predict_on_batch(data()[0]).dtype
+    model.layers[-1].dtype_policy = (
+        "float32" if traced == np.float16 else "mixed_float16"
+    )
+    assert model.predict_on_batch(data()[0]).dtype == traced
+    model.make_predict_function(force=True)
+    assert model.predict_on_batch(data()[0]).dtype != traced
+
+
+@fact
+def test_flatten_layers_has_the_model_itself_and_every_nested_layer():
+    """model._flatten_layers() has the model itself first, and every layer however
+    deep it is nested, once each."""
+    inner = dense_model()
+    model = keras.Sequential([keras.Input((3,)), inner])
+    layers = list(model._flatten_layers())
+    assert layers[0] is model
+    assert len(layers) == len({id(layer) for layer in layers})
+    assert {id(inner), id(inner.layers[0])} <= {id(layer) for layer in layers}
+
+
+# Policies ----------
+
+
+@fact
+def test_get_returns_a_policy_instance_unchanged():
+    """keras.dtype_policies.get returns a policy instance as it is."""
+    policy = CustomPolicy("mixed_float16")
+    assert keras.dtype_policies.get(policy) is policy
+
+
+@fact
+def test_a_child_built_with_its_parents_policy_shares_the_instance():
+    """A layer built with dtype=parent.dtype_policy has the very instance of its
+    parent."""
+    parent = keras.layers.Dense(2, dtype=CustomPolicy("mixed_float16"))
+    child = keras.layers.Dense(2, dtype=parent.dtype_policy)
+    assert child.dtype_policy is parent.dtype_policy
+
+
+@fact
+def test_the_global_policy_is_the_very_object_that_was_set():
+    """keras.config.set_dtype_policy takes an instance of a DTypePolicy subclass,
+    and keras.config.dtype_policy() and new layers have that very object."""
+    policy = CustomPolicy("mixed_float16")
+    keras.config.set_dtype_policy(policy)
+    assert keras.config.dtype_policy() is policy
+    assert keras.layers.Dense(2).dtype_policy is policy
+
+
+@fact
+def test_policies_are_equal_when_type_and_name_are():
+    """DTypePolicy.__eq__ compares the type and the name and nothing else."""
+    assert keras.DTypePolicy("mixed_float16") == keras.DTypePolicy("mixed_float16")
+    assert keras.DTypePolicy("mixed_float16") != keras.DTypePolicy("mixed_bfloat16")
+    assert keras.DTypePolicy("mixed_float16") != CustomPolicy("mixed_float16")
+    assert CustomPolicy("mixed_float16") != keras.DTypePolicy("mixed_float16")
+    one, other = CustomPolicy("mixed_float16"), CustomPolicy("mixed_float16")
+    one.float32, other.float32 = (), ("head",)
+    assert one == other
+
+
+@fact
+def test_a_policy_cannot_be_hashed():
+    """DTypePolicy defines __eq__ without __hash__, so that a policy is neither in
+    a set nor a key of a dict."""
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(keras.DTypePolicy("float32"))
+
+
+@fact
+def test_from_config_replaces_a_policy_by_its_name():
+    """Layer.from_config replaces any policy that is neither a map nor quantized by
+    the stock policy of its name, a registered subclass too."""
+    layer = keras.layers.Dense(2, dtype=CustomPolicy("mixed_float16"))
+    with keras.saving.CustomObjectScope({"CustomPolicy": CustomPolicy}):
+        reopened = keras.layers.Dense.from_config(layer.get_config())
+    assert type(reopened.dtype_policy) is keras.DTypePolicy
+    assert reopened.dtype_policy.name == "mixed_float16"
+
+
+@fact
+def test_from_config_needs_a_custom_policy_to_be_registered():
+    """A layer's config names the class of its policy, and from_config raises where
+    that class is not known: a file with such a policy would not open without
+    keras_mp."""
+    layer = keras.layers.Dense(2, dtype=CustomPolicy("mixed_float16"))
+    assert layer.get_config()["dtype"]["class_name"] == "CustomPolicy"
+    # An AttributeError: what Keras deserializes such a policy to is the class'
+    # name. A TypeError that says so where the class comes from __main__.
+    with pytest.raises((AttributeError, TypeError)):
+        keras.layers.Dense.from_config(layer.get_config())
+
+
+@fact
+def test_from_config_keeps_a_policy_map():
+    """Layer.from_config keeps a DTypePolicyMap as it is."""
+    policies = keras.dtype_policies.DTypePolicyMap("mixed_float16")
+    layer = keras.layers.Dense(2, dtype=policies)
+    reopened = keras.layers.Dense.from_config(layer.get_config())
+    assert isinstance(reopened.dtype_policy, keras.dtype_policies.DTypePolicyMap)
+
+
+@fact
+def test_from_config_keeps_a_quantized_policy():
+    """Layer.from_config keeps a quantized policy as it is."""
+    policy = keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")
+    layer = keras.layers.Dense(2, dtype=policy)
+    assert layer.from_config(layer.get_config()).dtype_policy == policy
+
+
+@fact
+def test_a_policy_map_without_a_default_strips_its_live_policies_of_their_names():
+    """DTypePolicyMap.get_config sets _name to None on the live policies when the
+    map has no default policy."""
+    policy = keras.DTypePolicy("mixed_float16")
+    policies = keras.dtype_policies.DTypePolicyMap()
+    policies["dense"] = policy
+    policies.get_config()
+    assert policy.name is None
+    assert policy.compute_dtype == "float16"
+
+
+@fact
+def test_a_layer_asks_its_policy_map_by_its_path():
+    """A layer under a DTypePolicyMap computes in the dtype that the map has for
+    the layer's path."""
+    policies = keras.dtype_policies.DTypePolicyMap("float32", {})
+    policies["half"] = keras.DTypePolicy("mixed_float16")
+    layer = keras.layers.Dense(2, dtype=policies, name="half")
+    layer.build((None, 3))
+    assert layer.path == "half"
+    assert layer.compute_dtype == "float16"
+
+
+@pytest.mark.parametrize("build", [dense_model, functional_model])
+@fact
+def test_a_reopened_model_forgets_its_own_policy(build):
+    """A Sequential or Functional config does not keep the model's own policy:
+    reopened under float32 the model is float32 and its layers are float16."""
+    keras.config.set_dtype_policy("mixed_float16")
+    config = build().get_config()
+    keras.config.set_dtype_policy("float32")
+    model = build().__class__.from_config(config)
+    assert model.compute_dtype == "float32"
+    assert model.layers[-1].compute_dtype == "float16"
+    handed = keras.optimizers.SGD()
+    compile_as_keras(model, handed, "mse")
+    assert model.optimizer is handed
+
+
+# Symbolic tensors: what the float32 output layers stand on ----------
+
+
+@fact
+def test_a_symbolic_tensor_keeps_its_dtype_in_a_private_attribute():
+    """KerasTensor keeps its dtype in _dtype, and the public setter refuses."""
+    symbolic = keras.KerasTensor((2,), dtype="float16")
+    with pytest.raises(AttributeError, match="immutable"):
+        symbolic.dtype = "float32"
+    symbolic._dtype = "float32"
+    assert symbolic.dtype == "float32"
+
+
+@fact
+def test_a_symbolic_tensor_names_the_layer_that_made_it():
+    """KerasTensor._keras_history.operation is the layer that made the tensor."""
+    model = functional_model()
+    assert model.output._keras_history.operation is model.layers[-1]
+
+
+@only_on_tensorflow
+@fact
+def test_a_float16_softmax_loses_its_logits_when_it_is_cast():
+    """On TensorFlow softmax leaves its logits on its output, for the loss to use,
+    and they are lost when the loss casts a float16 output to float32."""
+    for dtype, kept in (("float16", False), ("float32", True)):
+        probabilities = keras.activations.softmax(tensor([[1.0, 2.0]], dtype))
+        assert hasattr(probabilities, "_keras_logits")
+        in_the_loss = keras.ops.convert_to_tensor(probabilities, dtype="float32")
+        assert hasattr(in_the_loss, "_keras_logits") is kept
+
+
+# Files ----------
+
+
+@fact
+def test_a_file_has_the_scaled_optimizers_variables_twice(tmp_path):
+    """A .keras file has the variables of a LossScaleOptimizer by number, all of
+    them, and the inner optimizer's again under inner_optimizer."""
+    h5py = pytest.importorskip("h5py")
+    model = dense_model()
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(scaler, "mse")
+    scaler.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        weights = h5py.File(io.BytesIO(archive.read("model.weights.h5")))
+    optimizer = weights["optimizer"]
+
+    def numbers(count):
+        return {str(number) for number in range(count)}
+
+    inner = scaler.inner_optimizer
+    assert set(optimizer["vars"]) == numbers(len(scaler.variables))
+    assert set(optimizer["inner_optimizer/vars"]) == numbers(len(inner.variables))
+    assert optimizer["vars/3"][()] == scaler.initial_scale
+
+
+@fact
+def test_the_wrapper_of_keras_is_not_in_a_files_config():
+    """What a file's config says of a mixed_float16 model's optimizer is the one
+    that compile was handed, so that reopened it is wrapped anew or not at all."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = dense_model()
+    compile_as_keras(model, "adam", "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    saved = model.get_compile_config()["optimizer"]
+    assert saved == "adam" or saved["class_name"] == "Adam"

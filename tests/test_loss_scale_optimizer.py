@@ -1,0 +1,221 @@
+"""The wrapper follows the oracle, and a skipped step leaves no trace."""
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, COMPILED, same_bits, stateful_step, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import keras_mp
+
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
+
+
+def make(inner="sgd", **kwargs):
+    if inner == "sgd":
+        inner = keras.optimizers.SGD(0.5)
+    kwargs.setdefault("initial_scale", 1024.0)
+    variables = [
+        keras.Variable(np.array([1.0, 2.0], "float32"), name="first"),
+        keras.Variable(np.array(3.0, "float32"), name="second"),
+    ]
+    return keras_mp.LossScaleOptimizer(inner, **kwargs), variables
+
+
+def scaled(optimizer, *grads, dtype="float32"):
+    optimizer.scale_loss(1.0)  # As a loop would, before it takes gradients.
+    scale = np.float32(keras.ops.convert_to_numpy(optimizer.loss_scale))
+    return [None if g is None else (np.asarray(g) * scale).astype(dtype) for g in grads]
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_a_finite_step_updates_by_the_unscaled_gradient(compiled):
+    optimizer, variables = make()
+    step = stateful_step(optimizer, variables, compiled)
+    step(scaled(optimizer, [1.0, 2.0], 4.0))
+    np.testing.assert_array_equal(values(variables)[0], [0.5, 1.0])
+    assert values(variables)[1] == 1.0
+    assert int(optimizer.iterations) == 1 and bool(optimizer.last_step_finite)
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_overflow_halves_the_scale_and_skips_the_update(compiled, bad, dtype):
+    optimizer, variables = make(keras.optimizers.Adam(0.1))
+    step = stateful_step(optimizer, variables, compiled)
+    step(scaled(optimizer, [1.0, 2.0], 4.0, dtype=dtype))
+    inner = optimizer.inner_optimizer
+    before = values(variables + inner.variables)
+    step([np.array([1.0, bad], dtype), np.array(1.0, dtype)])
+    assert same_bits(before, values(variables + inner.variables))
+    assert float(optimizer.loss_scale) == 512.0
+    assert int(optimizer.skipped_steps) == int(optimizer.consecutive_skips) == 1
+    assert not bool(optimizer.last_step_finite)
+    step(scaled(optimizer, [1.0, 2.0], 4.0, dtype=dtype))
+    assert int(optimizer.skipped_steps) == 1 and int(optimizer.consecutive_skips) == 0
+    assert int(optimizer.iterations) == 2
+
+
+INNER = {
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "adamw with exclusions": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
+    "ema": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "global clipnorm": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=1.0),
+    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "schedule": lambda: keras.optimizers.RMSprop(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    ),
+    "lamb": lambda: keras.optimizers.Lamb(0.1),
+}
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("name", INNER)
+def test_a_training_with_skips_equals_the_training_without_those_steps(name, compiled):
+    rng = np.random.default_rng(0)
+    batches = [[rng.normal(size=2), rng.normal()] for _ in range(6)]
+
+    def train(poisoned):
+        optimizer, variables = make(INNER[name]())
+        step = stateful_step(optimizer, variables, compiled)
+        optimizer.scale_loss(1.0)
+        for index, batch in enumerate(batches):
+            if index in poisoned:
+                step([np.array([NAN, 1.0]), np.float32(1.0)])
+            step(scaled(optimizer, *batch))
+        return values(variables + optimizer.inner_optimizer.variables)
+
+    assert same_bits(train(poisoned=()), train(poisoned=(0, 3, 4)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from([1.0, -2.0, np.inf, np.nan]), max_size=8),
+    compiled=st.sampled_from(COMPILED),
+    growth_steps=st.integers(1, 3),
+    hysteresis=st.integers(1, 3),
+    dynamic=st.booleans(),
+)
+def test_any_sequence_of_steps_follows_the_oracle(
+    steps, compiled, growth_steps, hysteresis, dynamic
+):
+    from oracle import LossScaleOracle
+
+    settings = dict(
+        initial_scale=8.0, dynamic_growth_steps=growth_steps, hysteresis=hysteresis,
+        dynamic=dynamic, min_scale=2.0, max_scale=32.0,
+    )  # fmt: skip
+    optimizer, variables = make(**settings)
+    step = stateful_step(optimizer, variables, compiled)
+    oracle = LossScaleOracle(**settings)
+    expected = np.array([1.0, 2.0], "float32")
+    for value in steps:
+        grads = scaled(optimizer, [value, 1.0], 1.0)
+        assert np.float32(grads[1]) == oracle.scale
+        step(grads)
+        oracle.step(np.isfinite(value))
+        if np.isfinite(value):
+            expected = expected - np.float32(0.5) * np.array([value, 1.0], "float32")
+        assert float(optimizer.loss_scale) == oracle.scale
+        assert int(optimizer.skipped_steps) == oracle.skipped_steps
+        assert int(optimizer.consecutive_skips) == oracle.consecutive_skips
+        assert bool(optimizer.last_step_finite) == oracle.last_step_finite
+        np.testing.assert_array_equal(values(variables)[0], expected)
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_missing_gradients_leave_their_variables_alone(compiled):
+    optimizer, variables = make()
+    step = stateful_step(optimizer, variables, compiled)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        step(scaled(optimizer, None, 4.0))
+    np.testing.assert_array_equal(values(variables)[0], [1.0, 2.0])
+    assert values(variables)[1] == 1.0
+
+
+def test_float16_losses_are_scaled_in_float32():
+    optimizer, _ = make(initial_scale=2.0**20)
+    loss = keras.ops.convert_to_tensor(np.float16(3.0))
+    product = optimizer.scale_loss(loss)
+    assert keras.backend.standardize_dtype(product.dtype) == "float32"
+    assert float(product) == 3.0 * 2**20
+
+
+def test_a_scale_above_65504_survives_a_float16_autocast_scope():
+    optimizer, _ = make(initial_scale=2.0**20)
+    with keras.src.backend.AutocastScope("float16"):
+        assert float(optimizer.scale_loss(1.0)) == 2.0**20
+
+
+@given(
+    exponent=st.integers(-120, 120),
+    gradient=st.floats(-1e5, 1e5, width=32, allow_subnormal=False),
+)
+def test_unscaling_undoes_scaling_exactly_for_powers_of_two(exponent, gradient):
+    scale = 2.0**exponent
+    with np.errstate(over="ignore", under="ignore"):
+        product = np.float32(gradient) * np.float32(scale)
+    tiny = np.finfo(np.float32).tiny
+    if not np.isfinite(product) or (gradient and abs(product) < tiny):
+        return  # The product itself is not exact.
+    optimizer, _ = make(initial_scale=scale, min_scale=2.0**-126, max_scale=2.0**126)
+    grad = keras.ops.convert_to_tensor(product)
+    (unscaled,) = optimizer.unscale([grad])
+    assert np.float32(keras.ops.convert_to_numpy(unscaled)) == np.float32(gradient)
+
+
+def test_the_inner_optimizer_may_be_a_name_a_config_or_an_object():
+    config = keras.optimizers.serialize(keras.optimizers.Adam(0.25))
+    for inner in ("adam", config, keras.optimizers.Adam(0.25)):
+        optimizer = keras_mp.LossScaleOptimizer(inner)
+        assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
+
+
+def test_the_learning_rate_is_the_inner_optimizers():
+    optimizer, _ = make(keras.optimizers.SGD(0.5))
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.25
+    assert float(optimizer.learning_rate) == 0.25
+
+
+def test_max_consecutive_skips_stops_an_eager_loop_and_says_what_to_try():
+    optimizer, variables = make(max_consecutive_skips=2)
+    step = stateful_step(optimizer, variables, compiled=False)
+    optimizer.scale_loss(1.0)
+    step([np.array([NAN, 1.0]), np.float32(1.0)])
+    with pytest.raises(keras_mp.TrainingDivergedError, match="2 steps in a row.*256.0"):
+        step([np.array([NAN, 1.0]), np.float32(1.0)])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has these")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sparse_gradients_stay_sparse(compiled):
+    import tensorflow as tf
+
+    table = keras.Variable(np.ones((1000, 4), "float32"))
+    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    seen = []
+
+    def update_step(gradient, variable, learning_rate):
+        seen.append(gradient)
+        keras.optimizers.SGD.update_step(
+            optimizer.inner_optimizer, gradient, variable, learning_rate
+        )
+
+    optimizer.inner_optimizer.update_step = update_step
+    step = (tf.function if compiled else lambda f: f)(
+        lambda values: optimizer.apply(
+            [tf.IndexedSlices(values, tf.constant([3, 7]), tf.constant([1000, 4]))],
+            [table],
+        )
+    )
+    optimizer.scale_loss(1.0)
+    step(tf.fill((2, 4), 2.0**15))
+    assert all(isinstance(g, tf.IndexedSlices) for g in seen)
+    assert table.numpy().sum() == 4000.0 - 8.0
+    step(tf.fill((2, 4), np.float32(np.inf)))
+    assert table.numpy().sum() == 4000.0 - 8.0 and int(optimizer.skipped_steps) == 1
