@@ -261,7 +261,7 @@ def table(results: list[Result]) -> Table:
 
 
 def speed_sentence(results: list[Result]) -> str:
-    """One honest sentence on the times: what they are here, and why."""
+    """One sentence on the times: what they are here, and how little that says."""
     full, *mixed = results
     times = ", ".join(
         f"{result.policy} {result.seconds_per_epoch / full.seconds_per_epoch:.1f} times"
@@ -269,11 +269,12 @@ def speed_sentence(results: list[Result]) -> str:
     )
     if all(device.kind == "cpu" for device in recommended_policy().devices):
         why = (
-            "most CPUs have no arithmetic for 16-bit numbers, so that mixed precision "
-            "is no faster on them, and slower with large networks"
+            "steps as small as these mostly pay for being started, so that the times "
+            "scatter; larger ones are as a rule slower under mixed precision on a "
+            "CPU, which seldom has arithmetic for 16-bit numbers"
         )
     else:
-        why = "a network this small cannot keep an accelerator busy"
+        why = "steps as small as these cannot keep an accelerator busy"
     return f"Time per epoch, against {full.policy}: {times}; {why}."
 
 

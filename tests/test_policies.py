@@ -1,0 +1,433 @@
+"""Policies: what is in force, which layers stay in float32, and who has the last word."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from backends import native_softmax
+
+import keras_mp
+from keras_mp.hardware import Recommendation
+
+layers = keras.layers
+OURS = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+
+@pytest.fixture
+def mixed_float16():
+    keras_mp.set_global_policy("mixed_float16")
+
+
+# The global policy ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_line_sets_the_policy_of_all_layers_created_from_here_on(name):
+    before = layers.Dense(1)
+    keras_mp.set_global_policy(name)
+    after = layers.Dense(1)
+    assert before.compute_dtype == "float32"
+    assert (after.compute_dtype, after.variable_dtype) == (OURS[name], "float32")
+    keras_mp.set_global_policy("float32")
+    assert layers.Dense(1).compute_dtype == "float32"
+
+
+def test_the_global_policy_is_the_object_that_was_set():
+    policy = keras_mp.MixedFloat16(float32=[layers.LayerNormalization])
+    keras_mp.set_global_policy(policy)
+    assert keras_mp.global_policy() is policy
+    assert keras.config.dtype_policy() is policy
+
+
+def test_the_global_policy_may_be_the_name_of_a_float_dtype_or_a_policy_of_keras():
+    for name in ("float16", "bfloat16", "float64", "float32"):
+        keras_mp.set_global_policy(name)
+        assert keras_mp.global_policy().name == name
+    stock = keras.DTypePolicy("mixed_float16")
+    keras_mp.set_global_policy(stock)
+    assert keras_mp.global_policy() is stock
+
+
+@pytest.mark.parametrize("name", ["mixed_float32", "fp16", "", "int8", None, 16, object])
+def test_an_unknown_policy_is_refused_and_leaves_everything_unchanged(name):
+    before = keras_mp.MixedFloat16()
+    keras_mp.set_global_policy(before)
+    with pytest.raises(ValueError, match="`policy` must be 'float32'.*Received: policy="):
+        keras_mp.set_global_policy(name)
+    with (
+        pytest.raises(ValueError, match="Received: policy="),
+        keras_mp.policy_scope(name),
+    ):
+        raise AssertionError("The block must not run.")
+    assert keras_mp.global_policy() is before
+
+
+def test_a_scope_sets_the_policy_and_restores_the_one_before():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    before = keras_mp.global_policy()
+    with keras_mp.policy_scope("mixed_float16") as policy:
+        assert keras_mp.global_policy() is policy
+        assert layers.Dense(1).compute_dtype == "float16"
+    assert keras_mp.global_policy() is before
+
+
+def test_a_scope_restores_the_policy_after_an_exception():
+    before = keras_mp.global_policy()
+    with pytest.raises(ZeroDivisionError), keras_mp.policy_scope("mixed_float16"):
+        1 / 0  # noqa: B018
+    assert keras_mp.global_policy() is before
+
+
+def test_scopes_nest():
+    with keras_mp.policy_scope("mixed_float16"):
+        with keras_mp.policy_scope("mixed_bfloat16"):
+            with keras_mp.policy_scope("float32"):
+                assert keras_mp.global_policy().name == "float32"
+            assert keras_mp.global_policy().name == "mixed_bfloat16"
+        assert keras_mp.global_policy().name == "mixed_float16"
+    assert keras_mp.global_policy().name == "float32"
+
+
+def test_a_layer_keeps_the_policy_of_the_scope_it_was_created_in():
+    with keras_mp.policy_scope("mixed_float16"):
+        half, head = layers.Dense(2), layers.Dense(2, activation="softmax")
+    x = np.ones((1, 2), "float32")
+    assert [dtype_of(half(x)), dtype_of(head(x))] == ["float16", "float32"]
+
+
+def test_a_scope_also_decorates_a_function():
+    @keras_mp.policy_scope("mixed_float16")
+    def build():
+        return layers.Dense(1)
+
+    assert [build().compute_dtype for _ in range(2)] == ["float16"] * 2
+    assert keras_mp.global_policy().name == "float32"
+
+
+# "auto" ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_auto_is_what_the_hardware_is_made_for(name, monkeypatch):
+    monkeypatch.setattr(
+        keras_mp.policies, "recommended_policy", lambda: Recommendation(name, "why", ())
+    )
+    keras_mp.set_global_policy("auto")
+    assert keras_mp.global_policy().name == name
+    assert type(keras_mp.Policy("auto")) is type(keras_mp.Policy(name))
+    with keras_mp.policy_scope("auto") as policy:
+        assert policy.name == name
+
+
+def test_auto_on_this_machine_raises_nothing_and_gives_a_reason():
+    keras_mp.set_global_policy("auto")
+    recommended = keras_mp.recommended_policy()
+    assert keras_mp.global_policy().name == recommended.name
+    assert recommended.reason
+
+
+# The policy objects ---------------------------------------------------------------
+
+
+def test_the_tf_keras_name_gives_the_classes():
+    assert type(keras_mp.Policy("mixed_float16")) is keras_mp.MixedFloat16
+    assert type(keras_mp.Policy("mixed_bfloat16")) is keras_mp.MixedBFloat16
+    assert keras_mp.Policy("float32").name == "float32"
+    policy = keras_mp.MixedFloat16()
+    assert keras_mp.Policy(policy) is policy
+
+
+@pytest.mark.parametrize("policy", [keras_mp.MixedFloat16, keras_mp.MixedBFloat16])
+def test_the_classes_are_policies_of_keras_under_its_own_names(policy):
+    policy = policy()
+    assert isinstance(policy, keras.DTypePolicy)
+    assert policy.name in OURS
+    assert (policy.compute_dtype, policy.variable_dtype) == (OURS[policy.name], "float32")
+
+
+@pytest.mark.parametrize("policy", [keras_mp.MixedFloat16, keras_mp.MixedBFloat16])
+def test_a_policy_is_any_layers_dtype_under_a_float32_global_policy(policy):
+    half = layers.Dense(2, dtype=policy())
+    head = layers.Dense(2, activation="softmax", dtype=policy())
+    plain = layers.Dense(2)
+    x = np.ones((1, 2), "float32")
+    assert dtype_of(half(x)) == OURS[policy().name]
+    assert half.kernel.dtype == "float32"
+    assert dtype_of(head(x)) == dtype_of(plain(x)) == "float32"
+
+
+def test_a_policy_survives_serialization():
+    policy = keras_mp.MixedFloat16()
+    config = keras.saving.serialize_keras_object(policy)
+    assert keras.saving.deserialize_keras_object(config) == policy
+
+
+def test_policies_with_other_layers_in_float32_are_not_equal():
+    assert keras_mp.MixedFloat16() == keras_mp.MixedFloat16()
+    assert keras_mp.MixedFloat16() != keras_mp.MixedFloat16(float32=[layers.Dense])
+    assert keras_mp.MixedFloat16() != keras_mp.MixedBFloat16()
+
+
+def test_a_policy_shows_what_it_keeps_in_float32():
+    assert repr(keras_mp.MixedFloat16()) == "MixedFloat16()"
+    assert "decoder/.*" in repr(keras_mp.MixedFloat16(float32=["decoder/.*"]))
+
+
+# float32=[...] --------------------------------------------------------------------
+
+
+class Decoder(layers.Layer):
+    """A layer of layers, some of them made before it is built and some after."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.early = layers.Dense(2, name="early")
+
+    def build(self, shape):
+        self.late = layers.Dense(2, name="late")
+
+    def call(self, x):
+        return self.late(self.early(x))
+
+
+class Net(keras.Model):
+    """A subclassed model whose layers do not exist before its first call."""
+
+    def build(self, shape):
+        self.decoder = Decoder(name="decoder")
+        self.norm = layers.LayerNormalization(name="norm")
+        self.head = layers.Dense(3, activation="softmax", name="head")
+
+    def call(self, x):
+        return self.head(self.norm(self.decoder(x)))
+
+    def dtypes(self):
+        chosen = [self.decoder.early, self.decoder.late, self.norm, self.head]
+        return [layer.compute_dtype for layer in chosen]
+
+
+def net(float32):
+    keras_mp.set_global_policy(keras_mp.MixedFloat16(float32=float32))
+    model = Net(name="net")
+    model(np.ones((2, 2), "float32"))
+    return model
+
+
+def test_without_exceptions_only_the_softmax_stays_in_float32():
+    assert net([]).dtypes() == ["float16"] * 3 + ["float32"]
+
+
+def test_a_layer_class_stays_in_float32():
+    assert net([layers.LayerNormalization]).dtypes()[:3] == ["float16"] * 2 + ["float32"]
+
+
+def test_a_regular_expression_of_a_layers_path_keeps_it_in_float32():
+    assert net(["net/decoder/.*"]).dtypes()[:3] == ["float32"] * 2 + ["float16"]
+
+
+def test_the_whole_path_must_match():
+    assert net(["decoder", "decoder/.*", "net/nor"]).dtypes()[:3] == ["float16"] * 3
+
+
+def test_a_predicate_keeps_layers_in_float32():
+    chosen = net([lambda layer: layer.name in ("late", "norm")]).dtypes()[:3]
+    assert chosen == ["float16", "float32", "float32"]
+
+
+def test_a_layer_of_layers_takes_all_that_it_is_made_of_with_it():
+    assert net([Decoder]).dtypes()[:3] == ["float32"] * 2 + ["float16"]
+
+
+def test_several_exceptions_add_up():
+    chosen = net([layers.LayerNormalization, r".*/ear\w+"]).dtypes()[:3]
+    assert chosen == ["float32", "float16", "float32"]
+
+
+def test_a_path_is_that_of_a_functional_layer_too(mixed_float16):
+    keras_mp.set_global_policy(keras_mp.MixedFloat16(float32=["second"]))
+    x = keras.Input((2,))
+    first = layers.Dense(2, name="first")(x)
+    assert (first.dtype, layers.Dense(2, name="second")(first).dtype) == (
+        "float16",
+        "float32",
+    )
+
+
+def test_what_stays_in_float32_holds_a_stock_policy_of_keras():
+    model = net([layers.LayerNormalization])
+    for layer in (model.norm, model.decoder.early, model.head):
+        assert type(layer.dtype_policy) is keras.DTypePolicy
+
+
+@pytest.mark.parametrize(
+    ("float32", "error", "message"),
+    [
+        ("decoder/.*", TypeError, r"must be a list or tuple.*Write float32=\['decoder"),
+        (layers.Dense, TypeError, "must be a list or tuple"),
+        (3, TypeError, "must be a list or tuple"),
+        ([3], TypeError, "must hold layer classes.*Received"),
+        ([int], TypeError, "must hold layer classes.*Received"),
+        ([None], TypeError, "must hold layer classes.*Received"),
+        (["("], ValueError, "valid regular expressions.*Received"),
+    ],
+)
+def test_an_exception_that_cannot_be_understood_is_refused(float32, error, message):
+    with pytest.raises(error, match=message):
+        keras_mp.MixedFloat16(float32=float32)
+
+
+def test_a_layer_instance_is_no_exception_to_a_policy():
+    with pytest.raises(TypeError, match="must hold layer classes"):
+        keras_mp.MixedFloat16(float32=[layers.Dense(1)])
+
+
+def test_a_policy_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="`name` must be 'mixed_float16'. Received"):
+        keras_mp.MixedFloat16(name="mixed_bfloat16")
+
+
+# Softmax --------------------------------------------------------------------------
+
+SOFTMAX_LAYERS = {
+    "Dense": lambda: layers.Dense(3, activation="softmax"),
+    "Dense log": lambda: layers.Dense(3, activation="log_softmax"),
+    "Dense function": lambda: layers.Dense(3, activation=keras.activations.softmax),
+    "Dense keras.ops": lambda: layers.Dense(3, activation=keras.ops.log_softmax),
+    "Dense partial": lambda: layers.Dense(
+        3, activation=functools.partial(keras.ops.softmax, axis=-1)
+    ),
+    "Dense layer": lambda: layers.Dense(3, activation=layers.Softmax()),
+    "Dense framework": lambda: layers.Dense(3, activation=native_softmax),
+    "EinsumDense": lambda: layers.EinsumDense("ab,bc->ac", 3, activation="softmax"),
+    "Activation": lambda: layers.Activation("softmax"),
+    "Activation log": lambda: layers.Activation("log_softmax"),
+    "Activation framework": lambda: layers.Activation(native_softmax),
+    "Softmax": lambda: layers.Softmax(),
+}
+
+
+@pytest.mark.parametrize("make", SOFTMAX_LAYERS.values(), ids=SOFTMAX_LAYERS)
+@pytest.mark.parametrize("policy", OURS)
+def test_a_softmax_computes_and_returns_float32(policy, make):
+    keras_mp.set_global_policy(policy)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, make()(layers.Dense(3)(inputs)))
+    assert model.output.dtype == model.outputs[0].dtype == "float32"
+    assert model.layers[1].output.dtype == OURS[policy]
+    assert model.layers[2].compute_dtype == "float32"
+    assert dtype_of(model(np.ones((2, 3), "float32"))) == "float32"
+
+
+def test_a_softmax_head_predicts_float32_in_functional_and_sequential(mixed_float16):
+    sequential = keras.Sequential([layers.Dense(3, activation="softmax")])
+    inputs = keras.Input((2,))
+    functional = keras.Model(inputs, layers.Dense(3, activation="softmax")(inputs))
+    for model in (sequential, functional):
+        assert model.predict(np.ones((2, 2), "float32"), verbose=0).dtype == "float32"
+        assert model.outputs[0].dtype == "float32"
+
+
+def test_a_softmax_built_lazily_in_a_subclassed_model_predicts_float32():
+    model = net([])
+    assert model.predict(np.ones((2, 2), "float32"), verbose=0).dtype == "float32"
+
+
+def test_a_softmax_within_layers_is_found_wherever_it_is_built(mixed_float16):
+    class Head(layers.Layer):
+        def build(self, shape):
+            self.inner = keras.Sequential([layers.Dense(4), layers.Softmax()])
+
+        def call(self, x):
+            return self.inner(x)
+
+    head = Head()
+    # A layer returns what its call returns; Keras casts what comes in only.
+    assert dtype_of(head(np.ones((1, 2), "float32"))) == "float32"
+    assert head.inner.layers[0].compute_dtype == "float16"
+
+
+def test_small_probabilities_do_not_vanish(mixed_float16):
+    model = keras.Sequential([keras.Input((2,)), layers.Softmax()])
+    logits = np.array([[0.0, -20.0]], "float32")
+    assert model(logits)[0, 1] == pytest.approx(2.06e-9, rel=1e-2)
+
+
+def test_a_softmax_of_keras_applications_is_float32(mixed_float16):
+    model = keras.applications.MobileNetV2(
+        weights=None, input_shape=(32, 32, 3), alpha=0.35, classes=3
+    )
+    assert model.output.dtype == "float32"
+    assert model.get_layer("predictions").compute_dtype == "float32"
+    assert model.get_layer("Conv1").compute_dtype == "float16"
+    model.run_eagerly = True
+    image = np.zeros((1, 32, 32, 3), "float32")
+    assert model.predict(image, verbose=0).dtype == "float32"
+
+
+def test_an_attention_layer_keeps_its_own_softmax_in_its_own_precision(mixed_float16):
+    attention = layers.MultiHeadAttention(1, 2)
+    x = np.ones((1, 3, 2), "float32")
+    assert dtype_of(attention(x, x)) == "float16"
+
+
+def test_a_recurrent_layer_with_softmax_computes_in_float32_to_its_cell(mixed_float16):
+    layer = layers.SimpleRNN(2, activation="softmax")
+    assert dtype_of(layer(np.ones((1, 3, 2), "float32"))) == "float32"
+    assert layer.cell.compute_dtype == "float32"
+
+
+# What the user said ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16", "float64", "float32"],
+)
+@pytest.mark.parametrize("as_object", [False, True])
+def test_what_the_user_said_for_a_layer_always_wins(mixed_float16, dtype, as_object):
+    said = keras.DTypePolicy(dtype) if as_object else dtype
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            layers.Dense(2, dtype=said),
+            layers.Dense(2, activation="softmax", dtype=said),
+            layers.Activation("softmax", dtype=said),
+        ]
+    )
+    model(np.ones((1, 2), "float32"))
+    model.compile("sgd", "mse")
+    expected = keras.DTypePolicy(dtype).compute_dtype
+    assert [layer.compute_dtype for layer in model.layers] == [expected] * 3
+    assert model.outputs[0].dtype == expected
+
+
+def test_a_policy_that_the_user_sets_on_a_live_layer_wins(mixed_float16):
+    head = layers.Dense(2, activation="softmax")
+    head(np.ones((1, 2), "float32"))
+    head.dtype_policy = "mixed_float16"
+    assert dtype_of(head(np.ones((1, 2), "float32"))) == "float16"
+
+
+def test_an_entry_of_a_policy_map_wins(mixed_float16):
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    policies["head"] = "mixed_bfloat16"
+    head = layers.Dense(2, activation="softmax", name="head", dtype=policies)
+    assert dtype_of(head(np.ones((1, 2), "float32"))) == "bfloat16"
+
+
+def test_policies_of_keras_itself_choose_nothing():
+    keras.config.set_dtype_policy("mixed_float16")
+    head = layers.Dense(2, activation="softmax")
+    assert dtype_of(head(np.ones((1, 2), "float32"))) == "float16"
+
+
+def test_autocast_and_masks_are_left_as_keras_has_them(mixed_float16):
+    embedding = layers.Embedding(4, 2, mask_zero=True)
+    tokens = np.array([[1, 2, 0]], "int32")
+    assert dtype_of(embedding(tokens)) == "float16"
+    assert np.array(embedding.compute_mask(tokens)).tolist() == [[True, True, False]]
+
+
+def dtype_of(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
