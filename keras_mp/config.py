@@ -9,13 +9,32 @@ import keras
 from keras_mp.policies import Policy
 
 
+class _Undecided(keras.DTypePolicy):
+    """What "auto" is until something asks: then it becomes the recommended policy.
+
+    Looking for devices starts the backend, after which a program can neither set up
+    its devices nor join other processes. So it waits for the first layer.
+    """
+
+    def __init__(self) -> None:
+        pass  # Keras' attributes are missing on purpose: asking for one decides.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        decided = Policy("auto")
+        self.__class__ = type(decided)  # type: ignore[assignment]
+        self.__dict__ = vars(decided)
+        return getattr(self, name)
+
+
 def set_global_policy(policy: Any) -> None:
     """Sets the policy of all layers created from here on.
 
     Args:
         policy: "float32", "mixed_float16", "mixed_bfloat16", "auto" (what
-            `recommended_policy` picks), the name of a float dtype, or a
-            `keras.DTypePolicy`.
+            `recommended_policy` picks, once the first layer asks), the name of a float
+            dtype, or a `keras.DTypePolicy`.
 
     Raises:
         ValueError: for a name that is no policy. The policy in force stays.
@@ -26,7 +45,7 @@ def set_global_policy(policy: Any) -> None:
     keras_mp.set_global_policy("mixed_float16")
     ```
     """
-    keras.config.set_dtype_policy(Policy(policy))
+    keras.config.set_dtype_policy(_Undecided() if policy == "auto" else Policy(policy))
 
 
 def global_policy() -> keras.DTypePolicy:

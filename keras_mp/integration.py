@@ -4,6 +4,7 @@ Each is a wrapper round one public Keras method, on the class that defines it, a
 no logic of its own:
 
     Layer.__call__               a layer's first call chooses its precision
+    Layer.get_config             files hold stock policies, before that call as well
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
 """
@@ -19,8 +20,9 @@ from keras.src.utils.tracking import no_automatic_dependency_tracking
 from keras_mp import gradient_stage, optimizer_log
 from keras_mp.backend import engine
 from keras_mp.conversion import computes_in_float16, keep_outputs_in_float32
-from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of
-from keras_mp.policies import settle
+from keras_mp.inner_optimizer import wrapper_of
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer
+from keras_mp.policies import first_call, policy_in_files, settle
 
 
 def install() -> None:
@@ -49,6 +51,7 @@ def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:
 
     return [
         ("__call__", keras.layers.Layer, _layer_call),
+        ("get_config", keras.layers.Layer, _layer_get_config),
         ("compile", definer("compile"), _compile),
         ("make_train_function", definer("make_train_function"), _make_train_function),
     ]
@@ -56,10 +59,27 @@ def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:
 
 def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.built and vars(self).get("_keras_mp_settled") is self.dtype_policy:
+            return original(self, *args, **kwargs)
         settle(self)
-        return original(self, *args, **kwargs)
+        with first_call(self):
+            result = original(self, *args, **kwargs)
+        # From here on a call costs two look-ups, until the user sets another policy.
+        self._keras_mp_settled = self.dtype_policy
+        return result
 
     return __call__
+
+
+def _layer_get_config(original: Callable) -> Callable:
+    def get_config(self: Any) -> Any:
+        config = original(self)
+        stock = policy_in_files(self)
+        if stock is not None:
+            config["dtype"] = keras.dtype_policies.serialize(stock)
+        return config
+
+    return get_config
 
 
 def _compile(original: Callable) -> Callable:
@@ -90,18 +110,26 @@ def _make_train_function(original: Callable) -> Callable:
         # Layers that a subclassed model builds at its first call are known only now.
         _scale_optimizer(self)
         before = self.train_function
-        engine.make_train_function(self, original, force, _in_train_step)
+        wrap = functools.partial(_train_step, self)
+        engine.make_train_function(self, original, force, wrap)
         if self.train_function is not before:
             _watch_divergence(self)
 
     return make_train_function
 
 
-def _in_train_step(step: Callable) -> Callable:
-    @functools.wraps(step)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+def _train_step(model: Any, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def train_step(*args: Any) -> Any:
+        if not all(layer.built for layer in model._flatten_layers()):
+            # Only on TensorFlow: elsewhere Keras has built the model by now.
+            engine.build(model, *args)
+            _scale_optimizer(model)
+        step = original
+        if isinstance(model.optimizer, LossScaleOptimizer):
+            step = engine.undo_skipped(model, model.optimizer.skip_counter, original)
         with gradient_stage.train_step():
-            return step(*args, **kwargs)
+            return step(*args)
 
     return train_step
 
@@ -137,7 +165,8 @@ def _set_optimizer(model: Any, optimizer: Any) -> None:
 def _watch_divergence(model: Any) -> None:
     """Lets `fit` stop a run that skips and skips.
 
-    Looks once in `max_consecutive_skips` steps, so that no step waits for the device.
+    Looks once in `max_consecutive_skips` steps, so that no step waits for the device,
+    and before a step: after one, JAX has given the state away that `fit` goes back to.
     """
     interval = getattr(model.optimizer, "max_consecutive_skips", None)
     if interval is None:
@@ -146,12 +175,12 @@ def _watch_divergence(model: Any) -> None:
     calls = 0
 
     @functools.wraps(train_function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any) -> Any:
         nonlocal calls
-        result = train_function(*args, **kwargs)
+        if calls == interval:
+            calls = 0  # After an error as well: `fit` may go on with better data.
+            model.optimizer.raise_if_diverged(engine.optimizer_values(args))
         calls += 1
-        if calls % interval == 0:
-            model.optimizer.raise_if_diverged()
-        return result
+        return train_function(*args)
 
     model.train_function = watched

@@ -1,37 +1,23 @@
 """The optimizer wrapper: holds the state, asks the rule, calls the inner optimizer."""
 
 import dataclasses
-import gc
-import weakref
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
+from keras_mp import checkpoint
 from keras_mp.backend import engine
 from keras_mp.errors import TrainingDivergedError
+from keras_mp.gradient_check import check_gradients
 from keras_mp.gradient_stage import GradientStage
+from keras_mp.inner_optimizer import checked_inner, hold, refuse_inner_arguments
 from keras_mp.loss_scale import LossScaleRule, LossScaleState, check_whole_number
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
-# Arguments of every Keras optimizer, which files of older Keras versions store for the
-# wrapper too, at these values.
-_INNER_ARGUMENTS = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
-}
-# Which wrapper holds an inner optimizer. Weak on both ends.
-_holders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
@@ -95,7 +81,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        _refuse_inner_arguments(kwargs)
+        refuse_inner_arguments(kwargs)
         if dynamic is False and initial_scale is _DEFAULT_INITIAL_SCALE:
             raise ValueError(
                 "`dynamic=False` needs an `initial_scale` to stay at. Received: "
@@ -114,11 +100,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         if max_consecutive_skips is not None:
             check_whole_number("max_consecutive_skips", max_consecutive_skips)
-        inner_optimizer = _checked_inner(inner_optimizer)
+        inner_optimizer = checked_inner(inner_optimizer)
 
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name)
         self.rule = rule
         self.max_consecutive_skips = max_consecutive_skips
+        self._reported_skips = 0
         # The stage is Python's own: TensorFlow's tracking must not wrap it.
         self._stage = GradientStage()
         # Created here, not in `build`: a compiled function that reads the scale before
@@ -127,11 +114,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         start = rule.initial_state()
         self.step_counter = self._own_variable(start.finite_steps, "step_counter")
         self.dynamic_scale = self._own_variable(start.scale, "dynamic_scale")
-        self._skipped_steps = self._own_variable(start.skipped_steps, "skipped_steps")
-        self._consecutive_skips = self._own_variable(
+        self.skip_counter = self._own_variable(start.skipped_steps, "skipped_steps")
+        self.consecutive_skip_counter = self._own_variable(
             start.consecutive_skips, "consecutive_skips"
         )
-        _holders[inner_optimizer] = weakref.ref(self)
+        hold(self, inner_optimizer)
 
     def _own_variable(self, value: float, name: str) -> keras.Variable:
         # autocast=False: under a float16 autocast scope a scale above 65504 would be
@@ -155,8 +142,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return (
             self.dynamic_scale,
             self.step_counter,
-            self._skipped_steps,
-            self._consecutive_skips,
+            self.skip_counter,
+            self.consecutive_skip_counter,
         )
 
     @property
@@ -167,35 +154,56 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def skipped_steps(self) -> Any:
         """How many steps were skipped so far, an integer scalar."""
-        return ops.copy(self._skipped_steps.value)
+        return ops.copy(self.skip_counter.value)
 
     @property
     def consecutive_skips(self) -> Any:
         """How many steps were skipped since the last finite one, an integer scalar."""
-        return ops.copy(self._consecutive_skips.value)
+        return ops.copy(self.consecutive_skip_counter.value)
 
     @property
     def last_step_finite(self) -> Any:
         """Was the last step applied? A bool scalar, True before the first step."""
-        return ops.equal(self._consecutive_skips.value, 0)
+        return ops.equal(self.consecutive_skip_counter.value, 0)
 
-    def raise_if_diverged(self) -> None:
+    def raise_if_diverged(
+        self, optimizer_variables: Sequence[Any] | None = None
+    ) -> None:
         """Raises `TrainingDivergedError` after `max_consecutive_skips` skips in a row.
 
         Reads the device, so it waits for the steps under way. `fit` and eager `apply`
         call it by themselves.
+
+        Args:
+            optimizer_variables: in a stateless loop, the values of
+                `optimizer.variables`, in their order.
         """
         if self.max_consecutive_skips is None:
             return
-        skips = int(self.consecutive_skips)
-        if skips >= self.max_consecutive_skips:
+        values = dict(
+            zip(map(id, self.variables), optimizer_variables, strict=True)
+            if optimizer_variables is not None
+            else ((id(v), v.value) for v in self.variables)
+        )
+        skips = int(values[id(self.consecutive_skip_counter)])
+        total = int(values[id(self.skip_counter)])
+        # Skips that were reported are not held against a training that goes on.
+        if min(skips, total - self._reported_skips) >= self.max_consecutive_skips:
+            self._reported_skips = total
             raise TrainingDivergedError(
                 f"{skips} steps in a row had gradients that are not finite "
-                f"(max_consecutive_skips={self.max_consecutive_skips}); last good "
-                f"step: {int(self.iterations)}, loss scale: {float(self.loss_scale)}. "
-                "Look for inputs or a loss that are not finite, lower the learning "
-                "rate, clip gradients, or keep more layers in float32."
+                f"(max_consecutive_skips={self.max_consecutive_skips}); steps applied "
+                f"before: {int(values[id(self.inner_optimizer._iterations)])}, loss "
+                f"scale: {float(values[id(self.dynamic_scale)]):g}. Look for inputs or "
+                "a loss that are not finite, lower the learning rate, clip gradients, "
+                "or keep more layers in float32."
             )
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Ends a `fit`: as Keras does, and looks at the last skips."""
+        super().finalize_variable_values(var_list)
+        if sys.exc_info()[0] is None:  # An exception under way comes first.
+            self.raise_if_diverged()
 
     def _advance(self, finite: Any) -> None:
         state = LossScaleState(*(v.value for v in self._state_variables))
@@ -293,7 +301,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         engine.refuse_baking("apply", "stateless_apply")
-        variables = self._variables_for(grads, trainable_variables)
+        if trainable_variables is None and not self.built:
+            raise ValueError(
+                "`trainable_variables` must be given to an optimizer that is not "
+                "built. Received: trainable_variables=None. Or call "
+                "`optimizer.build(trainable_variables)` first."
+            )
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        variables = list(trainable_variables)
+        check_gradients(grads, variables)
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(variables)
@@ -328,40 +345,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             g if o else u
             for g, o, u in zip(grads, overwritten, unscaled, strict=True)
         ]  # fmt: skip
-
-    def _variables_for(
-        self, grads: list[Any], trainable_variables: Sequence[Any] | None
-    ) -> list[Any]:
-        if trainable_variables is None and not self.built:
-            raise ValueError(
-                "`trainable_variables` must be given to an optimizer that is not "
-                "built. Received: trainable_variables=None. Or call "
-                "`optimizer.build(trainable_variables)` first."
-            )
-        variables = list(
-            self._trainable_variables
-            if trainable_variables is None
-            else trainable_variables
-        )
-        if len(grads) != len(variables):
-            raise ValueError(
-                "`grads` must hold one gradient for each variable. Received: "
-                f"{len(grads)} gradients for {len(variables)} variables."
-            )
-        if all(g is None for g in grads):
-            raise ValueError(
-                "No gradients provided for any variable: all of `grads` are None. "
-                f"Received: grads of length {len(grads)}."
-            )
-        for grad, variable in zip(grads, variables, strict=True):
-            if grad is not None and not _same_shape(grad.shape, variable.shape):
-                raise ValueError(
-                    "Each gradient must have the shape of its variable. Received: a "
-                    f"gradient of shape {tuple(grad.shape)} for variable "
-                    f"{getattr(variable, 'path', variable.name)} of shape "
-                    f"{tuple(variable.shape)}."
-                )
-        return variables
 
     # Stateless use ---------------------------------------------------------------
 
@@ -448,85 +431,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(inner, **config)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes Keras' own layout, and the two counters it does not have by name."""
-        theirs = [v for v in self.variables if not self._is_counter(v)]
-        for index, variable in enumerate(theirs):
-            store[str(index)] = variable.numpy()
-        for variable in (self._skipped_steps, self._consecutive_skips):
-            store[variable.name] = variable.numpy()
+        """Writes Keras' own layout, with the counters it does not have by name."""
+        checkpoint.save(self, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads what ours, Keras' wrapper, or the inner optimizer alone has saved."""
-        theirs = [v for v in self.variables if not self._is_counter(v)]
-        counters = [v for v in self.variables if self._is_counter(v)]
-        named = [v for v in counters if v.name in store.keys()]
-        count = len(store.keys()) - len(named)
-        if count == len(self.inner_optimizer.variables) and not named:
-            # Saved before the optimizer was wrapped: the scale starts anew.
-            self.inner_optimizer.load_own_variables(store)
-            return
-        if count != len(theirs):
+        if not checkpoint.load(self, store):
             # Keras' words for it, as a warning: the model's weights are loaded still.
             super().load_own_variables(store)
-            return
-        for index, variable in enumerate(theirs):
-            variable.assign(store[str(index)])
-        for variable in counters:
-            variable.assign(store[variable.name] if variable in named else 0)
-        scale = np.asarray(store[str(theirs.index(self.dynamic_scale))])
-        self.dynamic_scale.assign(
-            np.clip(scale, self.rule.min_scale, self.rule.max_scale)
-        )
-
-    def _is_counter(self, variable: Any) -> bool:
-        return variable is self._skipped_steps or variable is self._consecutive_skips
-
-
-def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
-    """The living wrapper that holds `optimizer`, if there is one."""
-    holder = _holders.get(optimizer)
-    return holder() if holder is not None else None
-
-
-def _checked_inner(inner_optimizer: Any) -> Any:
-    inner = keras.optimizers.get(inner_optimizer)
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "`inner_optimizer` must not scale the loss itself. Received: "
-            f"inner_optimizer={inner_optimizer!r}. Pass the optimizer within it, or "
-            "use it as it is."
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(
-            "`inner_optimizer` must be a Keras optimizer, its name or its config. "
-            f"Received: inner_optimizer={inner_optimizer!r}."
-        )
-    if wrapper_of(inner) is not None:
-        # A wrapper that nobody refers to any more may live on in a reference cycle.
-        gc.collect()
-    if wrapper_of(inner) is not None:
-        raise ValueError(
-            "`inner_optimizer` must be in one wrapper only. Received: "
-            f"inner_optimizer={inner!r}, which another LossScaleOptimizer holds. Use "
-            "that one, or create the inner optimizer anew."
-        )
-    return inner
-
-
-def _refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if name in _INNER_ARGUMENTS and value != _INNER_ARGUMENTS[name]:
-            raise ValueError(
-                f"`{name}` must be set on the `inner_optimizer`, not on the wrapper. "
-                f"Received: {name}={value!r}."
-            )
-    unknown = [name for name in kwargs if name not in _INNER_ARGUMENTS]
-    if unknown:
-        raise ValueError(
-            "LossScaleOptimizer does not support arguments: "
-            f"`{'`, `'.join(unknown)}`. Received: "
-            f"{ {name: kwargs[name] for name in unknown} }."
-        )
 
 
 def _multiply_wide(loss: Any, scale: Any) -> Any:
@@ -536,13 +448,3 @@ def _multiply_wide(loss: Any, scale: Any) -> Any:
         "float32"
     )  # fmt: skip
     return ops.multiply(ops.cast(loss, wide), ops.cast(scale, wide))
-
-
-def _same_shape(grad: Any, variable: Any) -> bool:
-    """Compares static shapes; a dimension not known yet fits any."""
-    if getattr(grad, "rank", 0) is None:
-        return True
-    grad, variable = tuple(grad), tuple(variable)
-    return len(grad) == len(variable) and all(
-        a is None or a == b for a, b in zip(grad, variable, strict=True)
-    )

@@ -47,7 +47,7 @@ def note(optimizer: Any) -> None:
         name=inner.name,
         iterations=inner._iterations,
         loss_scale=getattr(optimizer, "dynamic_scale", None),
-        skipped_steps=getattr(optimizer, "_skipped_steps", None),
+        skipped_steps=getattr(optimizer, "skip_counter", None),
     )
 
 

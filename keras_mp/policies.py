@@ -5,17 +5,28 @@ A Keras policy never sees the layer it is for. These do: at a layer's first call
 and shows. What was decided, and by which rule, is stored on the layer.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_mp.hardware import recommended_policy
-from keras_mp.rules import OUTPUT, RULES, Rule, user_rule
+from keras_mp.rules import OUTPUT, RULES, Rule, layer_path, user_rule
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy as it stands.
 _OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+
+class _ChosenName(str):
+    """The name of a stock policy that remembers which policy of ours chose it.
+
+    A layer's policy reaches its children (`dtype=self.dtype_policy`) and its clones,
+    for which Keras makes a new policy of the name alone. In files it is a plain name.
+    """
+
+    chooser: "MixedPolicy"
 
 
 class MixedPolicy(keras.DTypePolicy):
@@ -33,13 +44,11 @@ class MixedPolicy(keras.DTypePolicy):
                 "`float32` must be a list or tuple. Received: "
                 f"float32={float32!r}. Write float32=[{float32!r}]."
             )
-        super().__init__(self._policy_name)
+        chosen = _ChosenName(self._policy_name)
+        chosen.chooser = self
+        super().__init__(chosen)
         self.float32 = tuple(float32)
         self.rules = (*(user_rule(p) for p in self.float32), *RULES)
-        # The stock policy that layers end up with. Children which a layer builds with
-        # `dtype=self.dtype_policy` share the instance, and so find their way back here.
-        self._half = keras.DTypePolicy(self._policy_name)
-        self._half._keras_mp_chooser = self
 
     def for_layer(self, layer: Any) -> keras.DTypePolicy:
         """Returns the stock Keras policy that `layer` computes under."""
@@ -52,10 +61,10 @@ class MixedPolicy(keras.DTypePolicy):
                 return Decision(keras.DTypePolicy("float32"), rule)
         if isinstance(layer, _OPAQUE):
             return Decision(keras.DTypePolicy(self._policy_name), None)
-        return Decision(self._half, None)
+        return Decision(keras.DTypePolicy(self.name), None)
 
     def get_config(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return {"name": str(self.name)}
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, type(self)) and super().__eq__(other)
@@ -141,25 +150,59 @@ def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
 
 def chooser_of(policy: Any) -> MixedPolicy | None:
     """The policy of ours that `policy` is, or that chose it; None if the user did."""
-    if isinstance(policy, MixedPolicy):
-        return policy
-    return getattr(policy, "_keras_mp_chooser", None)
+    return getattr(getattr(policy, "name", None), "chooser", None)
 
 
 def decision_for(layer: Any) -> Decision | None:
     """What was decided for `layer`, unless the user has set another policy since."""
     decision = getattr(layer, "_keras_mp_decision", None)
-    if decision is not None and decision.policy is layer.dtype_policy:
+    if decision is not None and decision.policy is policy_of(layer):
         return decision
     return None
 
 
+def policy_of(layer: Any) -> Any:
+    """The policy that a layer computes under: of a map, what stands at its path."""
+    policy = getattr(layer, "dtype_policy", None)
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        return policy[layer_path(layer)]
+    return policy
+
+
 def settle(layer: Any) -> None:
     """Lets a policy of ours choose the layer's own; at most once a layer."""
-    policy = getattr(layer, "dtype_policy", None)
-    chooser = chooser_of(policy)
+    chooser = chooser_of(policy_of(layer))
     if chooser is not None and decision_for(layer) is None:
-        _carry_out(layer, chooser.decide(layer))
+        decision = chooser.decide(layer)
+        if decision.rule is None and policy_of(layer) is not layer.dtype_policy:
+            # Within a map: what else it says is for the parts of this layer.
+            layer._keras_mp_decision = Decision(policy_of(layer), None)
+        else:
+            _carry_out(layer, decision)
+
+
+def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
+    """The stock policy to store for a layer that was never called; None for others.
+
+    Keras cannot open a file that names a policy of ours where keras_mp is missing.
+    """
+    policy = getattr(layer, "dtype_policy", None)
+    return policy.for_layer(layer) if isinstance(policy, MixedPolicy) else None
+
+
+@contextlib.contextmanager
+def first_call(layer: Any) -> Iterator[None]:
+    """What a layer in float32 builds at its first call is in float32 with it."""
+    decision = decision_for(layer)
+    if layer.built or decision is None or decision.rule is None:
+        yield
+        return
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(decision.policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def keep_output_in_float32(layer: Any) -> bool:
@@ -173,13 +216,17 @@ def keep_output_in_float32(layer: Any) -> bool:
 
 
 def _carry_out(layer: Any, decision: Decision) -> None:
-    before = layer.dtype_policy
-    layer.dtype_policy = decision.policy
-    layer._keras_mp_decision = decision
+    before = policy_of(layer)
+    _decide(layer, decision)
     if decision.rule is None:
         return
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
     for child in layer._flatten_layers(include_self=False):
-        if child.dtype_policy is before or chooser_of(child.dtype_policy) is not None:
-            child.dtype_policy = decision.policy
-            child._keras_mp_decision = decision
+        policy = policy_of(child)
+        if policy is before or chooser_of(policy) is not None:
+            _decide(child, decision)
+
+
+def _decide(layer: Any, decision: Decision) -> None:
+    layer.dtype_policy = decision.policy
+    layer._keras_mp_decision = decision

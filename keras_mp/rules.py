@@ -5,6 +5,7 @@ matches decides; a layer that none matches computes in half precision.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -36,11 +37,15 @@ def is_softmax(layer: Any) -> bool:
     """Does the layer return probabilities or log-probabilities of a softmax?"""
     if isinstance(layer, keras.layers.Softmax):
         return True
+    if isinstance(layer, keras.layers.Wrapper):
+        return is_softmax(layer.layer)
     activation = getattr(layer, "activation", None)
+    while isinstance(activation, functools.partial):
+        activation = activation.func
     if isinstance(activation, keras.layers.Layer):
         return is_softmax(activation)
-    # By name, so that jax.nn.softmax and tf.nn.softmax are found as well.
-    return getattr(activation, "__name__", None) in SOFTMAX_NAMES
+    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
+    return getattr(activation, "__name__", "").removesuffix("_v2") in SOFTMAX_NAMES
 
 
 SOFTMAX = Rule(
@@ -82,7 +87,7 @@ def user_rule(pattern: Any) -> Rule:
         return _users(
             pattern, lambda layer: bool(expression.fullmatch(layer_path(layer)))
         )
-    if callable(pattern) and not isinstance(pattern, type):
+    if callable(pattern) and not isinstance(pattern, (type, keras.layers.Layer)):
         return _users(getattr(pattern, "__name__", repr(pattern)), pattern)
     raise TypeError(
         "`float32` must hold layer classes, regular expressions of layer paths, or "

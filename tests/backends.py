@@ -1,5 +1,7 @@
 """What tests ask of a backend: its name, gradients of a function, compiled steps."""
 
+import functools
+
 import keras
 import numpy as np
 
@@ -76,10 +78,7 @@ def gradients(loss_fn, variables):
     return jax.grad(stateless)([v.value for v in variables])
 
 
-def native_softmax(x):
-    raise NotImplementedError  # Replaced below by the framework's own function.
-
-
+# The framework's own softmax, as an activation.
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
@@ -91,4 +90,110 @@ elif BACKEND == "jax":
 else:
     import torch
 
-    native_softmax = torch.softmax
+    native_softmax = functools.partial(torch.softmax, dim=-1)
+
+
+# Models with a train step of their own. Two flavours: as the official guides "customize
+# fit()" have it, which never call scale_loss, and with the loss scaled.
+
+
+def guide_model():
+    """A model class with the `train_step` of Keras' guide for this backend."""
+    return _custom_model(scaled=False)
+
+
+def scaling_model():
+    """The same with the loss scaled, as Keras' own train steps do."""
+    return _custom_model(scaled=True)
+
+
+def _custom_model(scaled):
+    if BACKEND == "tensorflow":
+
+        class CustomModel(keras.Model):
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    y_pred = self(x, training=True)
+                    loss = self.compute_loss(y=y, y_pred=y_pred)
+                    if scaled:
+                        loss = self.optimizer.scale_loss(loss)
+                gradients = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply(gradients, self.trainable_variables)
+                for metric in self.metrics:
+                    if metric.name == "loss":
+                        metric.update_state(self.compute_loss(y=y, y_pred=y_pred))
+                    else:
+                        metric.update_state(y, y_pred)
+                return {m.name: m.result() for m in self.metrics}
+
+    elif BACKEND == "jax":
+
+        class CustomModel(keras.Model):
+            def compute_loss_and_updates(
+                self, trainable, non_trainable, x, y, optimizer_variables
+            ):
+                y_pred, non_trainable = self.stateless_call(
+                    trainable, non_trainable, x, training=True
+                )
+                loss = self.compute_loss(x, y, y_pred)
+                scaled_loss = loss
+                if scaled:
+                    scaled_loss = self.optimizer.stateless_scale_loss(
+                        optimizer_variables, loss
+                    )
+                return scaled_loss, (loss, y_pred, non_trainable)
+
+            def train_step(self, state, data):
+                trainable, non_trainable, optimizer_variables, metrics = state
+                x, y = data
+                grad_fn = jax.value_and_grad(
+                    self.compute_loss_and_updates, has_aux=True
+                )
+                (_, (loss, y_pred, non_trainable)), grads = grad_fn(
+                    trainable, non_trainable, x, y, optimizer_variables
+                )
+                trainable, optimizer_variables = self.optimizer.stateless_apply(
+                    optimizer_variables, grads, trainable
+                )
+                new_metrics, logs = [], {}
+                for metric in self.metrics:
+                    this = metrics[
+                        len(new_metrics) : len(new_metrics) + len(metric.variables)
+                    ]
+                    if metric.name == "loss":
+                        this = metric.stateless_update_state(this, loss)
+                    else:
+                        this = metric.stateless_update_state(this, y, y_pred)
+                    logs[metric.name] = metric.stateless_result(this)
+                    new_metrics += this
+                return logs, (
+                    trainable,
+                    non_trainable,
+                    optimizer_variables,
+                    new_metrics,
+                )
+
+    else:
+
+        class CustomModel(keras.Model):
+            def train_step(self, data):
+                x, y = data
+                self.zero_grad()
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(y=y, y_pred=y_pred)
+                if scaled:
+                    loss = self.optimizer.scale_loss(loss)
+                loss.backward()
+                trainable_weights = list(self.trainable_weights)
+                gradients = [v.value.grad for v in trainable_weights]
+                with torch.no_grad():
+                    self.optimizer.apply(gradients, trainable_weights)
+                for metric in self.metrics:
+                    if metric.name == "loss":
+                        metric.update_state(self.compute_loss(y=y, y_pred=y_pred))
+                    else:
+                        metric.update_state(y, y_pred)
+                return {m.name: m.result() for m in self.metrics}
+
+    return CustomModel

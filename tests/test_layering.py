@@ -25,11 +25,13 @@ PACKAGE = REPOSITORY / "keras_mp"
 # importers leave it a place; if they leave it none, it is two modules.
 LAYERS = [
     # the ground: the frameworks, the pure rules, what can go wrong
-    ["backend", "errors", "loss_scale", "rules"],
+    ["backend", "errors", "gradient_check", "loss_scale", "rules"],
     # policies and the optimizer: the rules with a state
     [
+        "checkpoint",
         "gradient_stage",
         "hardware",
+        "inner_optimizer",
         "loss_scale_optimizer",
         "optimizer_log",
         "policies",

@@ -85,7 +85,7 @@ def test_a_training_with_skips_equals_the_training_without_those_steps(name, com
         optimizer.scale_loss(1.0)
         for index, batch in enumerate(batches):
             if index in poisoned:
-                step([np.array([NAN, 1.0]), np.float32(1.0)])
+                step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
             step(scaled(optimizer, *batch))
         return values(variables + optimizer.inner_optimizer.variables)
 
@@ -186,9 +186,9 @@ def test_max_consecutive_skips_stops_an_eager_loop_and_says_what_to_try():
     optimizer, variables = make(max_consecutive_skips=2)
     step = stateful_step(optimizer, variables, compiled=False)
     optimizer.scale_loss(1.0)
-    step([np.array([NAN, 1.0]), np.float32(1.0)])
-    with pytest.raises(keras_mp.TrainingDivergedError, match="2 steps in a row.*256.0"):
-        step([np.array([NAN, 1.0]), np.float32(1.0)])
+    step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
+    with pytest.raises(keras_mp.TrainingDivergedError, match="2 steps in a row.*256"):
+        step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has these")

@@ -1,6 +1,6 @@
 """The only place that imports a framework.
 
-`engine` is the module for the backend Keras runs on. Each engine has the same seven
+`engine` is the module for the backend Keras runs on. Each engine has the same ten
 functions:
 
     is_tracing()                      inside a function being compiled?
@@ -10,6 +10,9 @@ functions:
     all_finite(grads)                 one bool scalar over all gradients
     update_if(finite, update, grads)  run `update(grads)`, of no effect if not finite
     make_train_function(...)          Keras' own, its `train_step` wrapped
+    build(model, data)                build a model that its first train step would
+    undo_skipped(model, skips, step)  a train step of no effect where it is skipped
+    optimizer_values(args)            the optimizer's state where `fit` passes it round
 """
 
 import importlib

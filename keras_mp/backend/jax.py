@@ -12,10 +12,13 @@ from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
     "all_finite",
+    "build",
     "is_tracing",
     "make_train_function",
+    "optimizer_values",
     "poison",
     "refuse_baking",
+    "undo_skipped",
     "unscale",
     "update_if",
 ]
@@ -138,3 +141,44 @@ def update_if(
         return
     with SelectingScope(finite, keras.src.backend.get_stateless_scope()):
         update(grads)
+
+
+def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
+    """The optimizer's state in the arguments of a `train_function`."""
+    return args[0][2]
+
+
+def undo_skipped(
+    model: Any, skips: keras.Variable, step: Callable[..., tuple[Any, Any]]
+) -> Callable[..., tuple[Any, Any]]:
+    """Wraps a train step so that one which `skips` counts leaves no trace.
+
+    Non-trainable variables, metrics and the logs made of them are what they were.
+    """
+
+    def undoing(state: Any, data: Any) -> tuple[Any, Any]:
+        logs, after = step(state, data)
+        index = next(i for i, v in enumerate(model.optimizer.variables) if v is skips)
+        skipped = after[2][index] > state[2][index]
+        non_trainable, metrics = (
+            [
+                # What the step did not write needs no select: frozen weights.
+                new if new is old else jnp.where(skipped, old, new)
+                for old, new in zip(state[part], after[part], strict=True)
+            ]
+            for part in (1, 3)
+        )
+        scope = zip(model.metrics_variables, metrics, strict=True)
+        with keras.StatelessScope(list(scope)):
+            results = model.get_metrics_result()
+        logs = {
+            name: jnp.where(skipped, results[name], log) if name in results else log
+            for name, log in logs.items()
+        }
+        return logs, (after[0], non_trainable, after[2], metrics)
+
+    return undoing
+
+
+def build(model: Any, *args: Any) -> None:
+    """Nothing to do: `fit` builds the model before the first step."""

@@ -9,10 +9,13 @@ from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
     "all_finite",
+    "build",
     "is_tracing",
     "make_train_function",
+    "optimizer_values",
     "poison",
     "refuse_baking",
+    "undo_skipped",
     "unscale",
     "update_if",
 ]
@@ -104,3 +107,61 @@ def update_if(
 
     context = tf.distribute.get_replica_context()
     context.merge_call(across_replicas, args=(finite, grads))
+
+
+def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
+    """None: `fit` leaves the optimizer's state in its variables."""
+    return None
+
+
+def undo_skipped(
+    model: Any, skips: Any, step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps a train step so that one which `skips` counts leaves no trace.
+
+    Non-trainable variables, metrics and the logs made of them are what they were.
+    """
+
+    def undoing(data: Any) -> Any:
+        variables = {
+            id(v): v.value
+            for v in model.non_trainable_variables + model.metrics_variables
+        }
+        before = [tf.identity(v) for v in variables.values()]
+        count = tf.identity(skips.value)
+        logs = step(data)
+        skipped = skips.value > count
+        for variable, value in zip(variables.values(), before, strict=True):
+            variable.assign(tf.where(skipped, value, variable))
+        # Keras on TensorFlow creates the variables of metrics within the first step.
+        new = [
+            m for m in model.metrics if any(id(v) not in variables for v in m.variables)
+        ]
+
+        def reset() -> None:
+            for metric in new:
+                metric.reset_state()
+
+        tf.cond(skipped, reset, lambda: None)
+        results = model.get_metrics_result()
+        return {
+            name: tf.where(skipped, tf.cast(results[name], log.dtype), log)
+            if name in results
+            else log
+            for name, log in logs.items()
+        }
+
+    return undoing
+
+
+def build(model: Any, data: Any) -> None:
+    """Builds a model from the data of its first train step, as other backends do.
+
+    Keras on TensorFlow leaves it to the step itself. Its optimizer and the variables
+    that a skipped step must not touch are known only once it is built.
+    """
+    try:
+        model._symbolic_build(data_batch=data)
+    except (RuntimeError, ValueError):
+        # A model that cannot be built so, of a `train_step` of the user's: let it.
+        pass

@@ -7,10 +7,13 @@ import torch
 
 __all__ = [
     "all_finite",
+    "build",
     "is_tracing",
     "make_train_function",
+    "optimizer_values",
     "poison",
     "refuse_baking",
+    "undo_skipped",
     "unscale",
     "update_if",
 ]
@@ -68,3 +71,35 @@ def make_train_function(
     original(model, force)
     if model.train_function is not before:
         model.train_function = wrap(model.train_function)
+
+
+def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
+    """None: `fit` leaves the optimizer's state in its variables."""
+    return None
+
+
+def undo_skipped(
+    model: Any, skips: Any, step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps a train step so that one which `skips` counts leaves no trace.
+
+    Non-trainable variables, metrics and the logs made of them are what they were.
+    """
+
+    def undoing(data: Any) -> Any:
+        variables = model.non_trainable_variables + model.metrics_variables
+        before = [v.value.detach().clone() for v in variables]
+        count = int(skips.value)
+        logs = step(data)
+        if int(skips.value) == count:
+            return logs
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        results = model.get_metrics_result()
+        return {name: results.get(name, log) for name, log in logs.items()}
+
+    return undoing
+
+
+def build(model: Any, *args: Any) -> None:
+    """Nothing to do: `fit` builds the model before the first step."""

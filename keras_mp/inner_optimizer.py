@@ -1,0 +1,84 @@
+"""What may stand inside a wrapper: one Keras optimizer, in one wrapper only."""
+
+import gc
+import weakref
+from typing import Any
+
+import keras
+
+# Arguments of every Keras optimizer, which files of older Keras versions store for the
+# wrapper too, at these values.
+_INNER_ARGUMENTS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+# Which wrapper holds an inner optimizer. Weak on both ends.
+_holders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def hold(wrapper: Any, inner_optimizer: Any) -> None:
+    """Notes that `wrapper` holds `inner_optimizer`."""
+    _holders[inner_optimizer] = weakref.ref(wrapper)
+
+
+def wrapper_of(optimizer: Any) -> Any:
+    """The living wrapper that holds `optimizer`, if there is one."""
+    holder = _holders.get(optimizer)
+    return holder() if holder is not None else None
+
+
+def checked_inner(inner_optimizer: Any) -> Any:
+    """The optimizer for an object, a name or a config, if a wrapper may hold it.
+
+    Raises:
+        ValueError: if it is none, scales the loss itself, or is in a wrapper already.
+    """
+    inner = keras.optimizers.get(inner_optimizer)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` must not scale the loss itself. Received: "
+            f"inner_optimizer={inner_optimizer!r}. Pass the optimizer within it, or "
+            "use it as it is."
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`inner_optimizer` must be a Keras optimizer, its name or its config. "
+            f"Received: inner_optimizer={inner_optimizer!r}."
+        )
+    if wrapper_of(inner) is not None:
+        # A wrapper that nobody refers to any more may live on in a reference cycle.
+        gc.collect()
+    if wrapper_of(inner) is not None:
+        raise ValueError(
+            "`inner_optimizer` must be in one wrapper only. Received: "
+            f"inner_optimizer={inner!r}, which another LossScaleOptimizer holds. Use "
+            "that one, or create the inner optimizer anew."
+        )
+    return inner
+
+
+def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
+    """Raises a ValueError for arguments that belong to the inner optimizer, or nobody.
+
+    Keras' wrapper takes those of the inner optimizer at their defaults, for old files.
+    """
+    for name, value in kwargs.items():
+        if name in _INNER_ARGUMENTS and value != _INNER_ARGUMENTS[name]:
+            raise ValueError(
+                f"`{name}` must be set on the `inner_optimizer`, not on the wrapper. "
+                f"Received: {name}={value!r}."
+            )
+    unknown = [name for name in kwargs if name not in _INNER_ARGUMENTS]
+    if unknown:
+        raise ValueError(
+            "LossScaleOptimizer does not support arguments: "
+            f"`{'`, `'.join(unknown)}`. Received: "
+            f"{ {name: kwargs[name] for name in unknown} }."
+        )

@@ -1,0 +1,511 @@
+"""Plain `compile("adam")`: which optimizers it scales, which outputs it keeps."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+
+import keras_mp
+from keras_mp import LossScaleOptimizer, integration
+
+layers = keras.layers
+X = np.linspace(-1, 1, 8, dtype="float32").reshape(4, 2)
+Y = np.zeros((4, 1), "float32")
+
+
+@pytest.fixture
+def mixed_float16():
+    keras_mp.set_global_policy("mixed_float16")
+
+
+def sequential(*stack, shape=(2,)):
+    return keras.Sequential([keras.Input(shape), *stack])
+
+
+def regression(dtype=None):
+    return sequential(layers.Dense(2, dtype=dtype), layers.Dense(1, dtype=dtype))
+
+
+def compiled(model, optimizer="adam", **kwargs):
+    model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+def is_scaled(model):
+    return isinstance(model.optimizer, LossScaleOptimizer)
+
+
+def dtypes(model):
+    return [layer.compute_dtype for layer in model.layers]
+
+
+# Output layers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("activation", ["sigmoid", None, "tanh", "softmax"])
+def test_the_output_layer_is_float32_whatever_its_activation(policy, activation):
+    keras_mp.set_global_policy(policy)
+    model = sequential(layers.Dense(2), layers.Dense(2, activation=activation))
+    compiled(model)
+    assert dtypes(model) == [policy.removeprefix("mixed_"), "float32"]
+    assert model.outputs[0].dtype == "float32"
+    assert model.predict(X, verbose=0).dtype == "float32"
+
+
+def test_an_output_layer_is_half_until_the_model_is_compiled(mixed_float16):
+    model = regression()
+    assert model.outputs[0].dtype == "float16"
+    compiled(model)
+    assert model.outputs[0].dtype == "float32"
+
+
+def test_a_model_that_predicted_before_compile_predicts_float32_after_it(mixed_float16):
+    model = regression()
+    assert model.predict(X, verbose=0).dtype == "float16"
+    assert compiled(model).predict(X, verbose=0).dtype == "float32"
+
+
+def test_several_outputs_are_all_float32(mixed_float16):
+    inputs = keras.Input((2,))
+    hidden = layers.Dense(2, name="hidden")(inputs)
+    outputs = {
+        "price": layers.Dense(1, name="price")(hidden),
+        "kind": layers.Dense(2, activation="sigmoid", name="kind")(hidden),
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", {"price": "mse", "kind": "binary_crossentropy"})
+    assert model.get_layer("hidden").compute_dtype == "float16"
+    assert {name: t.dtype for name, t in model.output.items()} == {
+        "price": "float32",
+        "kind": "float32",
+    }
+
+
+def test_a_layer_that_is_an_output_and_hidden_too_is_float32(mixed_float16):
+    inputs = keras.Input((2,))
+    first = layers.Dense(2)(inputs)
+    second = layers.Dense(1)(first)
+    model = compiled(keras.Model(inputs, [first, second]))
+    assert [t.dtype for t in model.outputs] == ["float32", "float32"]
+
+
+def test_a_sequential_without_input_keeps_its_output_in_float32(mixed_float16):
+    model = keras.Sequential([layers.Dense(2), layers.Dense(1, activation="sigmoid")])
+    compiled(model)
+    model.fit(X, Y, verbose=0, batch_size=4)
+    assert dtypes(model) == ["float16", "float32"]
+    assert model.outputs[0].dtype == "float32"
+
+
+def test_the_output_layers_of_a_nested_model_are_float32(mixed_float16):
+    head = sequential(layers.Dense(2), layers.Dense(1))
+    body = sequential(layers.Dense(2), layers.Dense(2))
+    inputs = keras.Input((2,))
+    model = compiled(keras.Model(inputs, head(body(inputs))))
+    assert dtypes(body) == ["float16", "float16"]
+    assert dtypes(head) == ["float16", "float32"]
+    assert model.outputs[0].dtype == "float32"
+    assert model.predict(X, verbose=0).dtype == "float32"
+
+
+def test_a_nested_model_as_the_last_of_a_sequential_without_input(mixed_float16):
+    head = keras.Sequential([layers.Dense(2), layers.Dense(1)])
+    model = compiled(keras.Sequential([layers.Dense(2), head]))
+    dtype = keras.backend.standardize_dtype(model(X).dtype)
+    assert dtype == model.outputs[0].dtype
+    assert dtypes(head) == ["float16", "float32"]
+    assert model.outputs[0].dtype == "float32"
+
+
+OUTPUT_LAYERS = {
+    "TimeDistributed": lambda: layers.TimeDistributed(layers.Dense(1)),
+    "Bidirectional": lambda: layers.Bidirectional(layers.LSTM(1)),
+    "LSTM": lambda: layers.LSTM(1),
+    "GRU": lambda: layers.GRU(1, return_sequences=True),
+    "RNN": lambda: layers.RNN([layers.LSTMCell(1), layers.LSTMCell(1)]),
+    "SpectralNormalization": lambda: layers.SpectralNormalization(layers.Dense(1)),
+    "attention": lambda: layers.Attention(),
+}
+
+
+@pytest.mark.parametrize("make", OUTPUT_LAYERS.values(), ids=OUTPUT_LAYERS)
+def test_an_output_layer_made_of_layers_is_float32_throughout(mixed_float16, make):
+    layer = make()
+    inputs = keras.Input((3, 2))
+    hidden = layers.Dense(2)(inputs)
+    takes_two = isinstance(layer, layers.Attention)
+    outputs = layer([hidden, hidden]) if takes_two else layer(hidden)
+    model = compiled(keras.Model(inputs, outputs))
+    assert model.layers[1].compute_dtype == "float16"
+    computing = [part.compute_dtype for part in layer._flatten_layers()]
+    assert set(computing) == {"float32"}
+    assert model.outputs[0].dtype == "float32"
+    predicted = model(np.ones((1, 3, 2), "float32"))
+    assert keras.backend.standardize_dtype(predicted.dtype) == "float32"
+
+
+def test_an_operation_on_the_last_layer_is_seen_through(mixed_float16):
+    inputs = keras.Input((2,))
+    hidden = layers.Dense(2, name="hidden")(inputs)
+    scores = layers.Dense(2, name="scores")(hidden)
+    model = keras.Model(inputs, keras.ops.exp(scores * 2 + 1))
+    compiled(model)
+    assert model.get_layer("hidden").compute_dtype == "float16"
+    assert model.get_layer("scores").compute_dtype == "float32"
+    assert model.outputs[0].dtype == "float32"
+    assert model.predict(X, verbose=0).dtype == "float32"
+
+
+def test_a_layer_without_weights_is_an_output_layer_as_well(mixed_float16):
+    model = compiled(sequential(layers.Dense(2), layers.Reshape((2, 1))))
+    assert model.outputs[0].dtype == "float32"
+    assert model.predict(X, verbose=0).dtype == "float32"
+
+
+def test_integer_outputs_stay_integers(mixed_float16):
+    inputs = keras.Input((2,))
+    kind = keras.ops.argmax(layers.Dense(3)(inputs), axis=-1)
+    model = keras.Model(inputs, [kind, layers.Dense(1)(inputs)])
+    before = model.outputs[0].dtype
+    compiled(model)
+    assert [t.dtype for t in model.outputs] == [before, "float32"]
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
+def test_the_way_to_say_no_is_the_layers_own_dtype(mixed_float16, dtype):
+    model = compiled(sequential(layers.Dense(2), layers.Dense(1, dtype=dtype)))
+    assert model.layers[-1].compute_dtype == "float16"
+    assert model.outputs[0].dtype == "float16"
+    assert model.predict(X, verbose=0).dtype == "float16"
+    assert is_scaled(model)
+
+
+def test_compile_leaves_the_weights_as_they_are(mixed_float16):
+    model = regression()
+    before = model.get_weights()
+    compiled(model)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_compile_changes_no_precision_without_a_policy_of_ours():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = compiled(regression())
+    assert dtypes(model) == ["float16", "float16"]
+    assert is_scaled(model)
+
+
+def test_what_a_compiled_model_holds_are_stock_policies_of_keras(mixed_float16):
+    model = compiled(regression())
+    policies = [layer.dtype_policy for layer in model.layers]
+    assert {type(policy) for policy in policies} == {keras.DTypePolicy}
+    assert [p.name for p in policies] == ["mixed_float16", "float32"]
+
+
+# When the optimizer is scaled -----------------------------------------------------
+
+
+def test_the_global_policy_scales(mixed_float16):
+    model = compiled(regression())
+    assert is_scaled(model)
+    assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.Adam)
+    assert float(model.optimizer.loss_scale) == 2.0**15
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["mixed_float16", "float16", keras_mp.MixedFloat16(), keras.DTypePolicy("float16")],
+    ids=str,
+)
+def test_one_layer_scales_under_a_float32_global_policy(dtype):
+    model = sequential(layers.Dense(2, dtype=dtype), layers.Dense(1))
+    assert is_scaled(compiled(model))
+
+
+def test_a_policy_map_scales():
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    policies[".*half"] = "mixed_float16"
+    half = layers.Dense(2, name="half", dtype=policies)
+    full = layers.Dense(1, name="full", dtype=policies)
+    assert is_scaled(compiled(sequential(half, full)))
+    full = layers.Dense(1, name="full", dtype=policies)
+    assert not is_scaled(compiled(sequential(full)))
+
+
+def test_a_policy_map_scales_a_model_that_is_built_later():
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    policies[".*half"] = "mixed_float16"
+    half = layers.Dense(2, name="half", dtype=policies)
+    model = compiled(keras.Sequential([half, layers.Dense(1)]))
+    model.fit(X, Y, verbose=0)
+    assert half.compute_dtype == "float16"
+    assert is_scaled(model)
+
+
+def test_a_policy_of_another_name_scales():
+    class Custom(keras.DTypePolicy):
+        def _parse_name(self, name):
+            return "float16", "float32"
+
+    keras_mp.set_global_policy(Custom("custom"))
+    assert is_scaled(compiled(regression()))
+
+
+def test_pure_float16_scales():
+    keras_mp.set_global_policy("float16")
+    assert is_scaled(compiled(regression()))
+
+
+def test_a_float16_layer_deep_inside_scales():
+    half = sequential(layers.TimeDistributed(layers.Dense(2, dtype="mixed_float16")),
+                      shape=(3, 2))  # fmt: skip
+    inputs = keras.Input((3, 2))
+    assert is_scaled(compiled(keras.Model(inputs, layers.Dense(1)(half(inputs)))))
+
+
+HOW = [{"run_eagerly": True}, {"jit_compile": True}, {}]
+if BACKEND == "torch":
+    HOW = [{}]  # Compiling is torch.compile's business there.
+
+
+class Lazy(keras.Model):
+    """A subclassed model whose layers do not exist when it is compiled."""
+
+    def __init__(self, dtype_of_layers, **kwargs):
+        super().__init__(**kwargs)
+        self.dtype_of_layers = dtype_of_layers
+
+    def build(self, shape):
+        self.hidden = layers.Dense(2, dtype=self.dtype_of_layers)
+        self.head = layers.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+@pytest.mark.parametrize("use", ["fit", "train_on_batch"])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_layers_that_a_subclassed_model_builds_later_scale(use, how):
+    model = compiled(Lazy("mixed_float16"), **how)
+    kwargs = {"verbose": 0} if use == "fit" else {}
+    getattr(model, use)(X, Y, **kwargs)
+    assert is_scaled(model)
+    assert int(model.optimizer.iterations) == int(model.optimizer.step_counter) == 1
+    getattr(model, use)(X, Y, **kwargs)
+    assert int(model.optimizer.iterations) == int(model.optimizer.step_counter) == 2
+
+
+def test_layers_that_are_built_later_in_float32_do_not_scale():
+    model = compiled(Lazy("float32"))
+    model.fit(X, Y, verbose=0)
+    assert not is_scaled(model)
+
+
+def test_a_subclassed_model_under_the_global_policy_scales(mixed_float16):
+    model = compiled(Lazy(None))
+    model.fit(X, Y, verbose=0)
+    assert is_scaled(model)
+    assert model.head.compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16", "float32"])
+def test_bfloat16_and_float32_do_not_scale(dtype):
+    keras_mp.set_global_policy(dtype)
+    assert not is_scaled(compiled(regression()))
+
+
+def test_a_model_of_float32_layers_does_not_scale_under_the_global_policy(
+    mixed_float16,
+):
+    model = compiled(regression(dtype="float32"))
+    assert not is_scaled(model)
+
+
+def test_auto_scale_loss_false_does_not_scale(mixed_float16):
+    model = compiled(regression(), auto_scale_loss=False)
+    model.fit(X, Y, verbose=0)
+    assert isinstance(model.optimizer, keras.optimizers.Adam)
+
+
+def test_what_is_scaled_already_stays_as_it_is(mixed_float16):
+    for scaler in (LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = scaler(keras.optimizers.SGD())
+        assert compiled(regression(), optimizer).optimizer is optimizer
+
+
+def test_a_fixed_loss_scale_factor_is_respected(mixed_float16):
+    optimizer = keras.optimizers.SGD(loss_scale_factor=128.0)
+    model = compiled(regression(), optimizer)
+    model.fit(X, Y, verbose=0)
+    assert model.optimizer is optimizer
+
+
+def test_an_optimizer_may_be_a_name_an_object_or_a_config(mixed_float16):
+    object_ = keras.optimizers.SGD(0.5)
+    config = keras.optimizers.serialize(keras.optimizers.SGD(0.25))
+    for optimizer, rate in (("sgd", 0.01), (object_, 0.5), (config, 0.25)):
+        model = compiled(regression(), optimizer)
+        assert is_scaled(model)
+        assert float(model.optimizer.learning_rate) == np.float32(rate)
+
+
+def test_compile_without_arguments_scales_its_default_optimizer(mixed_float16):
+    model = regression()
+    model.compile()
+    assert is_scaled(model)
+    assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.RMSprop)
+
+
+# Compiling again ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["inner", "wrapper"])
+def test_compiling_again_with_the_same_optimizer_keeps_scale_and_moments(
+    mixed_float16, which
+):
+    inner = keras.optimizers.Adam()
+    model = compiled(regression(), inner)
+    model.fit(X, Y, verbose=0, batch_size=4)
+    wrapper = model.optimizer
+    wrapper.dynamic_scale.assign(64.0)
+    state = [v.numpy() for v in wrapper.variables]
+    compiled(model, inner if which == "inner" else wrapper, metrics=["mae"])
+    assert model.optimizer is wrapper
+    for before, after in zip(state, wrapper.variables, strict=True):
+        np.testing.assert_array_equal(before, after.numpy())
+    model.fit(X, Y, verbose=0, batch_size=4)
+    assert float(wrapper.loss_scale) == 64.0
+    assert int(wrapper.iterations) == 2
+
+
+def test_compiling_again_with_a_new_optimizer_starts_anew(mixed_float16):
+    model = compiled(regression())
+    first = model.optimizer
+    assert compiled(model).optimizer is not first
+
+
+def test_an_optimizer_that_trained_in_float32_keeps_its_moments_when_it_is_wrapped():
+    model = compiled(regression(), optimizer := keras.optimizers.Adam())
+    model.fit(X, Y, verbose=0, batch_size=4)
+    for layer in model.layers:
+        layer.dtype_policy = "mixed_float16"
+    state = [v.numpy() for v in optimizer.variables]
+    compiled(model, optimizer)
+    assert is_scaled(model)
+    assert model.optimizer.inner_optimizer is optimizer
+    for before, after in zip(state, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(before, after.numpy())
+    model.fit(X, Y, verbose=0, batch_size=4)
+    assert int(optimizer.iterations) == 2
+
+
+def test_auto_scale_loss_false_leaves_a_wrapped_optimizers_inner_one_bare(
+    mixed_float16,
+):
+    inner = keras.optimizers.SGD()
+    model = compiled(regression(), inner)
+    assert is_scaled(model)
+    compiled(model, inner, auto_scale_loss=False)
+    assert model.optimizer is inner
+
+
+def test_two_models_with_one_optimizer_share_one_wrapper(mixed_float16):
+    inner = keras.optimizers.SGD()
+    first, second = compiled(regression(), inner), compiled(regression(), inner)
+    assert first.optimizer is second.optimizer
+
+
+# An overridden compile ------------------------------------------------------------
+
+
+class WithOwnCompile(keras.Model):
+    def compile(self, weight=1.0, **kwargs):
+        super().compile(**kwargs)
+        self.weight = weight
+        self.scaled_in_own_compile = is_scaled(self)
+
+
+def test_an_overridden_compile_that_calls_super_scales(mixed_float16):
+    inputs = keras.Input((2,))
+    model = WithOwnCompile(inputs, layers.Dense(1)(layers.Dense(2)(inputs)))
+    model.compile(weight=2.0, optimizer="adam", loss="mse")
+    assert (model.weight, model.scaled_in_own_compile) == (2.0, True)
+    assert model.outputs[0].dtype == "float32"
+
+
+def test_a_bad_argument_of_compile_is_reported_in_the_words_of_keras(mixed_float16):
+    model = regression()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'los'"):
+        model.compile("adam", los="mse")
+    with pytest.raises(ValueError, match="Could not interpret|Unknown|identifier"):
+        model.compile("no such optimizer")
+    assert dtypes(model) == ["float16", "float16"]
+
+
+def test_positional_arguments_of_compile_mean_what_they_mean_in_keras(mixed_float16):
+    model = regression()
+    model.compile("sgd", "mse", None, None, None, True, 1, False, False)
+    assert model.run_eagerly is True
+    assert isinstance(model.optimizer, keras.optimizers.SGD)
+
+
+# The seams ------------------------------------------------------------------------
+
+TRAINER = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
+BACKEND_TRAINER = next(
+    c for c in keras.Model.__mro__ if "make_train_function" in vars(c)
+)
+SEAMS = [
+    (layers.Layer, "__call__"),
+    (layers.Layer, "get_config"),
+    (TRAINER, "compile"),
+    (BACKEND_TRAINER, "make_train_function"),
+]
+
+
+def seams():
+    return [vars(owner)[name] for owner, name in SEAMS]
+
+
+def test_the_seams_are_installed_by_import():
+    assert all(hasattr(seam, "_keras_mp_original") for seam in seams())
+
+
+def test_the_seams_can_be_removed_and_installed_again(mixed_float16):
+    originals = [seam._keras_mp_original for seam in seams()]
+    integration.uninstall()
+    assert seams() == originals
+    integration.uninstall()
+    assert seams() == originals
+    head = layers.Dense(2, activation="softmax")
+    head(X)
+    assert head.compute_dtype == "float16"
+    integration.install()
+    assert is_scaled(compiled(regression()))
+    head = layers.Dense(2, activation="softmax")
+    head(X)
+    assert head.compute_dtype == "float32"
+
+
+def test_without_the_seams_keras_is_as_it_was(mixed_float16):
+    integration.uninstall()
+    model = compiled(regression())
+    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    assert dtypes(model) == ["float16", "float16"]
+
+
+def test_installing_twice_wraps_once():
+    before = seams()
+    integration.install()
+    assert seams() == before
+
+
+@pytest.mark.parametrize("seam", seams(), ids=[name for _, name in SEAMS])
+def test_a_seam_keeps_signature_name_and_docstring(seam):
+    original = seam._keras_mp_original
+    assert inspect.signature(seam) == inspect.signature(original)
+    assert (seam.__name__, seam.__doc__) == (original.__name__, original.__doc__)
+    assert seam.__qualname__ == original.__qualname__

@@ -1,0 +1,290 @@
+"""`fit` and its relatives: float16 training follows float32 and survives overflow."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, guide_model, same_bits, scaling_model, values
+
+import keras_mp
+
+layers = keras.layers
+
+RNG = np.random.default_rng(0)
+# Small enough for gradients times 32768 to fit in float16.
+X = RNG.normal(scale=0.5, size=(48, 3)).astype("float32")
+Y = X @ np.array([[0.5], [-0.5], [0.25]], "float32") + 0.1
+POISONED = X.copy()
+POISONED[:8] = np.inf
+
+# What compile takes to run a step in each of the ways there are.
+WAYS = {
+    "eagerly": {"run_eagerly": True},
+    "jitted": {"jit_compile": True},
+    "not jitted": {"jit_compile": False},
+    "three steps per execution": {"steps_per_execution": 3},
+}
+if BACKEND == "torch":
+    WAYS = {"eagerly": {}}
+ways = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+
+
+def regression(policy, model_class=keras.Model, seed=1):
+    """A small net, with the same initial weights under each policy."""
+    keras.utils.set_random_seed(seed)
+    with keras_mp.policy_scope(policy):
+        inputs = keras.Input((3,))
+        hidden = layers.Dense(4, activation="tanh")(inputs)
+        return model_class(inputs, layers.Dense(1)(hidden))
+
+
+def fit(model, x=X, y=Y, epochs=1):
+    history = model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    return history.history["loss"]
+
+
+def trained(policy, epochs=3, model_class=keras.Model, optimizer=None, **how):
+    model = regression(policy, model_class)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", **how)
+    return model, fit(model, epochs=epochs)
+
+
+@pytest.fixture(scope="module")
+def float32():
+    return trained("float32")
+
+
+def assert_follows(model, reference):
+    assert reference[1][-1] < 0.5 * reference[1][0], "The reference learns nothing."
+    for a, b in zip(model[0].get_weights(), reference[0].get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=4e-3)
+    np.testing.assert_allclose(model[1], reference[1], rtol=2e-2)
+
+
+def reset_moves(model):
+    """How far each weight moved from where `regression` started it."""
+    start = regression("float32").get_weights()
+    return [
+        np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)
+    ]
+
+
+# Following float32 ----------------------------------------------------------------
+
+
+@ways
+def test_float16_training_follows_float32_training(float32, how):
+    model, losses = trained("mixed_float16", **how)
+    assert_follows((model, losses), float32)
+    assert int(model.optimizer.iterations) == 18
+    assert int(model.optimizer.skipped_steps) == 0
+    assert min(reset_moves(model)) > 1e-3
+
+
+def test_bfloat16_training_follows_float32_training(float32):
+    model, losses = trained("mixed_bfloat16")
+    for a, b in zip(model.get_weights(), float32[0].get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-2)
+
+
+def test_the_scale_grows_within_fit_and_the_training_does_not_notice(float32):
+    optimizer = keras_mp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    model = trained("mixed_float16", optimizer=optimizer)
+    assert_follows(model, float32)
+    assert float(optimizer.loss_scale) == 8.0 * 2**6
+
+
+def test_train_on_batch_follows_fit(float32):
+    model = regression("mixed_float16")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    for _ in range(3):
+        for start in range(0, 48, 8):
+            model.train_on_batch(X[start : start + 8], Y[start : start + 8])
+    assert int(model.optimizer.iterations) == 18
+    for a, b in zip(model.get_weights(), float32[0].get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=4e-3)
+
+
+def test_fit_may_be_called_again_and_again(float32):
+    model = regression("mixed_float16")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    losses = [fit(model)[0] for _ in range(3)]
+    assert_follows((model, losses), float32)
+    assert int(model.optimizer.step_counter) == 18
+
+
+def test_the_loss_that_fit_reports_is_not_scaled(float32):
+    _, losses = trained("mixed_float16", epochs=1)
+    assert losses[0] == pytest.approx(float32[1][0], rel=1e-2)
+
+
+def test_evaluate_and_predict_after_fit_agree_with_float32(float32):
+    model, _ = trained("mixed_float16")
+    reference = float32[0].predict(X, verbose=0)
+    np.testing.assert_allclose(model.predict(X, verbose=0), reference, atol=1e-2)
+    loss = model.evaluate(X, Y, verbose=0)
+    assert loss == pytest.approx(float32[0].evaluate(X, Y, verbose=0), abs=1e-2)
+
+
+def test_clipping_of_the_inner_optimizer_sees_unscaled_gradients():
+    clipped = [
+        trained(policy, optimizer=keras.optimizers.SGD(0.1, global_clipnorm=0.5))
+        for policy in ("mixed_float16", "float32")
+    ]
+    assert_follows(*clipped)
+
+
+def test_a_loss_scale_factor_of_the_optimizer_trains_as_float32(float32):
+    optimizer = keras.optimizers.SGD(0.1, loss_scale_factor=1024.0)
+    assert_follows(trained("mixed_float16", optimizer=optimizer), float32)
+
+
+# Train steps of the user's own ----------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {}], ids=str)
+def test_an_overridden_train_step_that_scales_follows_float32(float32, how):
+    model, losses = trained("mixed_float16", model_class=scaling_model(), **how)
+    assert_follows((model, losses), float32)
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    assert int(model.optimizer.step_counter) == 18
+
+
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {}], ids=str)
+def test_the_train_step_of_the_guide_follows_float32_and_says_so_once(float32, how):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, losses = trained("mixed_float16", model_class=guide_model(), **how)
+    ours = [str(w.message) for w in caught if "scale_loss" in str(w.message)]
+    assert len(ours) == 1, ours
+    assert "This `train_step` never calls `optimizer.scale_loss`" in ours[0]
+    assert_follows((model, losses), float32)
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+def test_the_train_step_of_the_guide_is_as_good_in_a_second_fit(float32):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = regression("mixed_float16", guide_model())
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        losses = [fit(model)[0] for _ in range(3)]
+    assert sum("scale_loss" in str(w.message) for w in caught) == 1
+    assert_follows((model, losses), float32)
+
+
+def test_the_train_step_of_the_guide_says_nothing_where_nothing_is_scaled(float32):
+    assert_follows(trained("float32", model_class=guide_model()), float32)
+
+
+def test_an_overridden_train_step_that_calls_super_follows_float32(float32):
+    class Counting(keras.Model):
+        steps = 0
+
+        def train_step(self, *args):
+            type(self).steps += 1
+            return super().train_step(*args)
+
+    assert_follows(trained("mixed_float16", model_class=Counting), float32)
+    assert Counting.steps >= 1
+
+
+def test_a_train_step_is_the_users_own_again_after_fit():
+    def train_step(*args):
+        return type(model).train_step(model, *args)
+
+    model = regression("mixed_float16")
+    model.train_step = train_step
+    model.compile("sgd", "mse")
+    fit(model)
+    assert model.train_step is train_step
+    del model.train_step
+    assert model.train_step.__func__ is keras.Model.train_step
+
+
+# Overflow -------------------------------------------------------------------------
+
+
+@ways
+def test_a_poisoned_batch_is_skipped_and_training_goes_on(how):
+    model = regression("mixed_float16")
+    model.compile(keras.optimizers.SGD(0.1), "mse", **how)
+    fit(model, POISONED)
+    optimizer = model.optimizer
+    assert int(optimizer.skipped_steps) == 1
+    assert int(optimizer.iterations) == int(optimizer.step_counter) == 5
+    assert float(optimizer.loss_scale) == 2.0**14
+    # As if the poisoned batch had not been there.
+    reference = regression("float32")
+    reference.compile(keras.optimizers.SGD(0.1), "mse")
+    fit(reference, X[8:], Y[8:])
+    for a, b in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=4e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+def test_weights_and_slots_are_bit_for_bit_what_they_were_after_a_skip(optimizer):
+    model = regression("mixed_float16")
+    model.compile(optimizer, "mse")
+    fit(model)
+    kept = [*model.trainable_variables, *model.optimizer.inner_optimizer.variables]
+    before = values(kept)
+    model.train_on_batch(POISONED[:8], Y[:8])
+    assert int(model.optimizer.skipped_steps) == 1
+    assert not bool(model.optimizer.last_step_finite)
+    assert same_bits(before, values(kept))
+    model.train_on_batch(X[:8], Y[:8])
+    assert bool(model.optimizer.last_step_finite)
+    assert not same_bits(before, values(kept))
+
+
+def test_a_poisoned_target_is_skipped_too():
+    model = regression("mixed_float16")
+    model.compile("sgd", "mse")
+    before = values(model.trainable_variables)
+    model.train_on_batch(X[:8], np.full((8, 1), np.nan, "float32"))
+    assert int(model.optimizer.skipped_steps) == 1
+    assert same_bits(before, values(model.trainable_variables))
+
+
+def test_a_scale_that_is_too_large_backs_off_until_it_fits():
+    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(0.1), 2.0**24)
+    model = regression("mixed_float16")
+    model.compile(optimizer, "mse")
+    fit(model, epochs=4)
+    assert int(optimizer.skipped_steps) > 0
+    assert float(optimizer.loss_scale) == 2.0 ** (24 - int(optimizer.skipped_steps))
+    assert int(optimizer.iterations) + int(optimizer.skipped_steps) == 24
+    assert bool(optimizer.last_step_finite)
+
+
+@ways
+def test_max_consecutive_skips_stops_fit(how):
+    optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=3)
+    model = regression("mixed_float16")
+    model.compile(optimizer, "mse", **how)
+    with pytest.raises(keras_mp.TrainingDivergedError, match="steps in a row had grad"):
+        fit(model, np.full_like(X, np.inf), epochs=4)
+    assert 3 <= int(optimizer.consecutive_skips) < 24
+
+
+def test_skips_that_are_not_in_a_row_stop_nothing():
+    optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2)
+    model = regression("mixed_float16")
+    model.compile(optimizer, "mse")
+    fit(model, POISONED, epochs=3)
+    assert int(optimizer.skipped_steps) == 3
+
+
+def test_a_fit_that_diverged_can_go_on_with_better_data():
+    optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2)
+    model = regression("mixed_float16")
+    model.compile(optimizer, "mse")
+    before = values(model.trainable_variables)
+    with pytest.raises(keras_mp.TrainingDivergedError):
+        fit(model, np.full_like(X, np.nan))
+    assert same_bits(before, values(model.trainable_variables))
+    fit(model)
+    assert int(optimizer.iterations) == 6

@@ -1,0 +1,116 @@
+"""The notebooks run from top to bottom, and are committed with their outputs."""
+
+import os
+import pathlib
+
+import matplotlib
+import matplotlib.font_manager
+import nbformat
+import pytest
+import traitlets
+from backends import BACKEND
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# A cell tagged so prints the same on every backend and machine.
+SAME = "same-on-every-backend"
+
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@notebooks
+def test_notebook_runs_afresh_without_a_word_on_stderr(path, tmp_path):
+    committed = nbformat.read(path, as_version=4)
+    fresh = execute(without_outputs(committed), tmp_path)
+    assert_outputs_are_in_order(fresh)
+    for before, after in zip(code_cells(committed), code_cells(fresh), strict=True):
+        if SAME in before.metadata.get("tags", ()):
+            assert printed(after) == printed(before)
+
+
+@notebooks
+def test_committed_notebook_shows_its_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert_outputs_are_in_order(notebook)
+    assert [c.execution_count for c in code_cells(notebook)] == list(
+        range(1, len(code_cells(notebook)) + 1)
+    )
+    same = [c for c in code_cells(notebook) if SAME in c.metadata.get("tags", ())]
+    assert same and all(printed(cell) for cell in same)
+
+
+@notebooks
+def test_committed_notebook_is_small_and_holds_nothing_of_the_machine(path):
+    text = path.read_text()
+    assert len(text) < 300_000
+    for of_a_machine in ("/home/", "/root/", "/tmp/", "/work/", "site-packages"):
+        assert of_a_machine not in text
+
+
+class ManagerOfThisInterpreter(AsyncKernelManager):
+    """Starts a kernel of the interpreter that the tests run in, and of no other."""
+
+    @traitlets.default("kernel_spec_manager")
+    def _without_folders_to_look_for_others_in(self):
+        return KernelSpecManager(kernel_dirs=[])
+
+
+def execute(notebook, folder):
+    """Runs a notebook in `folder` with this interpreter, under the present backend."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {
+        "KERAS_BACKEND": BACKEND,
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "IPYTHONDIR": str(folder / "ipython"),  # nobody's start-up files
+        # A set MPLBACKEND would keep the pictures out of the notebook.
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        # This process has the fonts listed by now: the kernel need not list them
+        # again, which it would say on stderr.
+        "MPLCONFIGDIR": matplotlib.get_cachedir(),
+    }
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        kernel_manager_class=ManagerOfThisInterpreter,
+        timeout=300,  # seconds a cell
+        resources={"metadata": {"path": str(folder)}},
+    )
+    return client.execute(env=environment)
+
+
+def without_outputs(notebook):
+    notebook = nbformat.from_dict(notebook)
+    for cell in code_cells(notebook):
+        cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(cell):
+    # In pieces or in one: how a kernel sends its text depends on the time it takes.
+    return "".join(o.text for o in cell.outputs if o.output_type == "stream")
+
+
+def pictures(cell):
+    return [o for o in cell.outputs if "image/png" in o.get("data", ())]
+
+
+def assert_outputs_are_in_order(notebook):
+    cells = code_cells(notebook)
+    for cell in cells:
+        assert all(output.output_type != "error" for output in cell.outputs)
+        assert [o.text for o in cell.outputs if o.get("name") == "stderr"] == []
+        assert printed(cell) or "print(" not in cell.source
+        assert pictures(cell) or "plt.show(" not in cell.source
+    assert sum(len(pictures(cell)) for cell in cells) >= 2

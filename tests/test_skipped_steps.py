@@ -1,0 +1,106 @@
+"""In `fit`, a skipped step never happened."""
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, same_bits, values
+
+import keras_mp
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 4)).astype("float32")
+Y = (X[:, :1] * 2 - X[:, 1:2]).astype("float32")
+MODES = {
+    "eager": dict(run_eagerly=True),
+    "compiled": dict(jit_compile=False) if BACKEND == "tensorflow" else {},
+    "XLA": dict(jit_compile=True),
+}
+if BACKEND == "torch":
+    del MODES["XLA"]
+
+
+def model_under(policy="mixed_float16", **kwargs):
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(8, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+    optimizer = keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.9, global_clipnorm=1.0
+    )
+    model.compile(
+        # Low enough that nothing overflows by itself.
+        keras_mp.LossScaleOptimizer(optimizer, initial_scale=256.0),
+        "mse",
+        metrics=["mae", keras.metrics.RootMeanSquaredError()],
+        **kwargs,
+    )
+    return model
+
+
+def poisoned(at, batch_size=8):
+    """The batches in order, with one of infinities put in before each index of `at`."""
+    bad = np.full((batch_size, 4), np.inf, "float32")
+    for index in range(len(X) // batch_size):
+        rows = slice(index * batch_size, (index + 1) * batch_size)
+        if index in at:
+            yield bad, Y[rows]
+        yield X[rows], Y[rows]
+
+
+def trained(at, **kwargs):
+    model = model_under(**kwargs)
+    history = model.fit(
+        poisoned(at),
+        steps_per_epoch=len(X) // 8 + len(at),
+        epochs=1,
+        verbose=0,
+        shuffle=False,
+    )
+    inner = model.optimizer.inner_optimizer
+    return model, history, values(model.variables + inner.variables)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_training_with_poisoned_batches_equals_the_one_without_them(mode):
+    clean, clean_history, clean_values = trained((), **MODES[mode])
+    model, history, skipped_values = trained((0, 3), **MODES[mode])
+    assert int(model.optimizer.skipped_steps) == 2
+    assert same_bits(clean_values, skipped_values)
+    assert history.history == clean_history.history
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_batch_log_shows_a_skipped_step(mode):
+    class Logs(keras.callbacks.Callback):
+        seen = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen.append({k: float(v) for k, v in logs.items()})
+
+    logs = Logs()
+    logs.seen = []
+    model = model_under(**MODES[mode])
+    model.fit(
+        poisoned((0, 3)), steps_per_epoch=8, verbose=0, shuffle=False, callbacks=[logs]
+    )
+    assert all(np.isfinite(v) for log in logs.seen for v in log.values())
+    assert logs.seen[4] == logs.seen[3]  # The skipped step, and the one before.
+
+
+def test_a_callback_that_ends_training_on_nan_sees_none():
+    model = model_under()
+    terminate = keras.callbacks.TerminateOnNaN()
+    model.fit(
+        poisoned((0, 3)),
+        steps_per_epoch=8,
+        verbose=0,
+        shuffle=False,
+        callbacks=[terminate],
+    )
+    assert int(model.optimizer.iterations) == 6
