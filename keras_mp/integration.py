@@ -59,7 +59,8 @@ def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:
 
 def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.built and vars(self).get("_keras_mp_settled") is self.dtype_policy:
+        settled = vars(self).get("_keras_mp_settled")
+        if settled is not None and self.built and settled is self.dtype_policy:
             return original(self, *args, **kwargs)
         settle(self)
         with first_call(self):

@@ -194,7 +194,7 @@ def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
 def first_call(layer: Any) -> Iterator[None]:
     """What a layer in float32 builds at its first call is in float32 with it."""
     decision = decision_for(layer)
-    if layer.built or decision is None or decision.rule is None:
+    if decision is None or decision.rule is None or layer.built:
         yield
         return
     before = keras.config.dtype_policy()

@@ -1143,3 +1143,30 @@ def test_the_wrapper_of_keras_is_not_in_a_files_config():
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     saved = model.get_compile_config()["optimizer"]
     assert saved == "adam" or saved["class_name"] == "Adam"
+
+
+# Files: what the seam in Layer.get_config stands on ---------------------------------
+
+
+@fact
+def test_a_layers_own_config_is_made_by_layer_get_config_and_names_its_policy():
+    """Layer.get_config stores the policy under "dtype", with the policy's class, and
+    the get_config of Keras' layers builds on it."""
+    original = keras_own(keras.layers.Layer.get_config)
+    layer = keras.layers.Dense(2, dtype=CustomPolicy("mixed_float16"))
+    assert original(layer)["dtype"]["class_name"] == "CustomPolicy"
+    for cls in subclasses_in_keras(keras.layers.Layer):
+        if "get_config" in vars(cls) and not issubclass(cls, keras.Model):
+            source = inspect.getsource(keras_own(cls.get_config))
+            named = ("super()", "dtype", "self.config", "return config", "base_config")
+            assert any(word in source for word in named), cls
+
+
+@fact
+def test_symbolic_build_builds_the_model_and_its_optimizer_from_one_batch():
+    """model._symbolic_build(data_batch=...) builds layers, metrics and optimizer."""
+    model = keras.Sequential([keras.layers.Dense(2)])
+    compile_as_keras(model, "sgd", "mse", metrics=["mae"])
+    model._symbolic_build(data_batch=data())
+    assert model.built and model.optimizer.built
+    assert len(model.metrics_variables) > 2
