@@ -22,7 +22,7 @@ def save(optimizer: Any, store: Any) -> None:
 def load(optimizer: Any, store: Any) -> bool:
     """Reads them again; returns False, having changed nothing, if they do not fit."""
     numbered, named = _layout(optimizer)
-    found = [v for v in named if v.name in store.keys()]
+    found = [v.name for v in named if v.name in store.keys()]
     count = len(store.keys()) - len(found)
     if not found and count == len(optimizer.inner_optimizer.variables):
         # Saved before the optimizer was wrapped: the scale starts anew.
@@ -37,12 +37,18 @@ def load(optimizer: Any, store: Any) -> bool:
             value = np.clip(value, rule.min_scale, rule.max_scale)
         variable.assign(value)
     for variable in named:
-        variable.assign(store[variable.name] if variable in found else 0)
+        known = variable.name in found
+        variable.assign(store[variable.name] if known else np.zeros(variable.shape))
     return True
 
 
 def _layout(optimizer: Any) -> tuple[list[Any], list[Any]]:
     """The variables under numbers, and those under their names."""
-    named = [optimizer.skip_counter, optimizer.consecutive_skip_counter]
+    named = [
+        optimizer.skip_counter,
+        optimizer.consecutive_skip_counter,
+        optimizer.broken_counter,
+        *([optimizer.nonfinite_counts] if optimizer.built else []),
+    ]
     names = {id(v) for v in named}
     return [v for v in optimizer.variables if id(v) not in names], named

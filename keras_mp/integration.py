@@ -128,7 +128,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
             _scale_optimizer(model)
         step = original
         if isinstance(model.optimizer, LossScaleOptimizer):
-            step = engine.undo_skipped(model, model.optimizer.skip_counter, original)
+            step = engine.undo_skipped(model, model.optimizer, original)
         with gradient_stage.train_step():
             return step(*args)
 

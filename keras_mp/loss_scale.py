@@ -5,9 +5,15 @@ Nothing here knows of optimizers, models or devices. The rule, as pseudocode:
     if finite:  consecutive_skips = 0; finite_steps += 1
                 if finite_steps >= dynamic_growth_steps:
                     scale = min(scale * growth_factor, max_scale); finite_steps = 0
-    else:       skipped_steps += 1; consecutive_skips += 1; finite_steps = 0
-                if consecutive_skips >= hysteresis:
-                    scale = max(scale * backoff_factor, min_scale)
+    else:       skipped_steps += 1; consecutive_skips += 1
+                if the loss itself was finite and scale > min_scale:
+                    finite_steps = 0
+                    if consecutive_skips >= hysteresis:
+                        scale = max(scale * backoff_factor, min_scale)
+                else: broken_steps += 1
+
+A loss that is not finite, and gradients that are not at the lowest scale, are no fault
+of the scale: it stays, however often that happens.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 and its
 appendix on dynamic scaling; hysteresis as in NVIDIA Apex: the first skips of a row are
@@ -36,12 +42,14 @@ class LossScaleState(NamedTuple):
             step was skipped.
         skipped_steps: integer scalar, steps skipped so far.
         consecutive_skips: integer scalar, steps skipped since the last finite one.
+        broken_steps: integer scalar, skipped steps that no scale could have saved.
     """
 
     scale: Any
     finite_steps: Any
     skipped_steps: Any
     consecutive_skips: Any
+    broken_steps: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +115,17 @@ class LossScaleRule:
 
     def initial_state(self) -> LossScaleState:
         """Returns the state before the first step, as Python numbers."""
-        return LossScaleState(float(self.initial_scale), 0, 0, 0)
+        return LossScaleState(float(self.initial_scale), 0, 0, 0, 0)
 
-    def next(self, state: LossScaleState, finite: Any) -> LossScaleState:
+    def next(
+        self, state: LossScaleState, finite: Any, loss_finite: Any = True
+    ) -> LossScaleState:
         """Returns the state after a step.
 
         Args:
             state: the `LossScaleState` before the step.
             finite: bool scalar, whether all gradients of the step were finite.
+            loss_finite: bool scalar, whether its loss was, before it was scaled.
 
         Returns:
             A `LossScaleState` of backend scalars, dtypes as in `state`; Python
@@ -122,32 +133,39 @@ class LossScaleRule:
             functions.
         """
         scale = ops.convert_to_tensor(state.scale, "float32")
-        finite_steps, skipped_steps, consecutive_skips = (
+        finite_steps, skipped_steps, consecutive_skips, broken_steps = (
             ops.convert_to_tensor(count, "int32") if isinstance(count, int) else count
             for count in state[1:]
         )
         finite = ops.convert_to_tensor(finite, "bool")
+        skipped = ops.logical_not(finite)
+        too_high = ops.logical_and(
+            skipped,
+            ops.logical_and(
+                ops.convert_to_tensor(loss_finite, "bool"), scale > self.min_scale
+            ),
+        )
+        broken = ops.logical_and(skipped, ops.logical_not(too_high))
 
         longer = finite_steps + 1
-        grows = longer >= self.dynamic_growth_steps
+        grows = ops.logical_and(finite, longer >= self.dynamic_growth_steps)
+        finite_steps = ops.where(finite, longer, finite_steps)
+        finite_steps = ops.where(
+            ops.logical_or(grows, too_high), ops.zeros_like(longer), finite_steps
+        )
         consecutive_skips = ops.where(
             finite, ops.zeros_like(consecutive_skips), consecutive_skips + 1
         )
-        finite_steps = ops.where(
-            ops.logical_and(finite, ops.logical_not(grows)),
-            longer,
-            ops.zeros_like(longer),
-        )
         skipped_steps = ops.where(finite, skipped_steps, skipped_steps + 1)
+        broken_steps = ops.where(broken, broken_steps + 1, broken_steps)
         if self.dynamic:
             grown = ops.minimum(scale * self.growth_factor, self.max_scale)
             backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)
-            backs_off = ops.logical_and(
-                ops.logical_not(finite), consecutive_skips >= self.hysteresis
-            )
-            moved = ops.where(ops.logical_and(finite, grows), grown, scale)
-            scale = ops.where(backs_off, backed_off, moved)
-        return LossScaleState(scale, finite_steps, skipped_steps, consecutive_skips)
+            backs_off = ops.logical_and(too_high, consecutive_skips >= self.hysteresis)
+            scale = ops.where(grows, grown, ops.where(backs_off, backed_off, scale))
+        return LossScaleState(
+            scale, finite_steps, skipped_steps, consecutive_skips, broken_steps
+        )
 
 
 def check_whole_number(name: str, value: Any) -> None:

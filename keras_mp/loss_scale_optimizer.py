@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_mp import checkpoint
@@ -15,6 +16,7 @@ from keras_mp.gradient_check import check_gradients
 from keras_mp.gradient_stage import GradientStage
 from keras_mp.inner_optimizer import checked_inner, hold, refuse_inner_arguments
 from keras_mp.loss_scale import LossScaleRule, LossScaleState, check_whole_number
+from keras_mp.nonfinite import ROWS, NonfiniteGradient, counted, report
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
@@ -118,9 +120,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.consecutive_skip_counter = self._own_variable(
             start.consecutive_skips, "consecutive_skips"
         )
+        self.broken_counter = self._own_variable(start.broken_steps, "broken_steps")
         hold(self, inner_optimizer)
 
-    def _own_variable(self, value: float, name: str) -> keras.Variable:
+    def _own_variable(self, value: Any, name: str) -> keras.Variable:
         # autocast=False: under a float16 autocast scope a scale above 65504 would be
         # read as infinity.
         with keras.name_scope(self.name):
@@ -138,12 +141,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # The state -------------------------------------------------------------------
 
     @property
-    def _state_variables(self) -> tuple[keras.Variable, ...]:
+    def state_variables(self) -> tuple[keras.Variable, ...]:
+        """The variables of a `LossScaleState`, in its order."""
         return (
             self.dynamic_scale,
             self.step_counter,
             self.skip_counter,
             self.consecutive_skip_counter,
+            self.broken_counter,
         )
 
     @property
@@ -205,12 +210,46 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if sys.exc_info()[0] is None:  # An exception under way comes first.
             self.raise_if_diverged()
 
-    def _advance(self, finite: Any) -> None:
-        state = LossScaleState(*(v.value for v in self._state_variables))
+    def nonfinite_report(self) -> list[NonfiniteGradient]:
+        """Which variables had gradients that were not finite, most often first.
+
+        Returns:
+            One `NonfiniteGradient(path, count, first_step, kind)` for each such
+            variable: in how many steps, in which first (counted from 1, skipped ones
+            included), and whether "inf" or "nan" was among them ("inf, nan" for both).
+
+        Raises:
+            ValueError: if the optimizer is not built.
+        """
+        if not self.built:
+            raise ValueError(
+                "`nonfinite_report` needs a built optimizer. Received: one that has "
+                "neither been built nor applied."
+            )
+        return report(self.nonfinite_counts, self._trainable_variables)
+
+    def _advance(self, finite: Any, loss: Any) -> None:
+        state = LossScaleState(*(v.value for v in self.state_variables))
+        loss_finite = True if loss is None else ops.all(ops.isfinite(loss))
         for variable, value in zip(
-            self._state_variables, self.rule.next(state, finite), strict=True
+            self.state_variables,
+            self.rule.next(state, finite, loss_finite),
+            strict=True,
         ):
             variable.assign(value)
+
+    def state_after_broken_step(self, values: Sequence[Any]) -> LossScaleState:
+        """What `state_variables` come to if the loss of a step was not finite."""
+        return self.rule.next(LossScaleState(*values), False, False)
+
+    def _count_nonfinite(self, flags: Any, variables: Sequence[Any]) -> None:
+        indices = [self._get_variable_index(v) for v in variables]
+        if indices != list(range(len(self._trainable_variables))):
+            # Only some of the variables, or in another order.
+            columns = ops.one_hot(indices, len(self._trainable_variables))
+            flags = ops.matmul(ops.cast(flags, "float32"), columns) > 0
+        step = self.inner_optimizer._iterations.value + self.skip_counter.value + 1
+        self.nonfinite_counts.assign(counted(self.nonfinite_counts.value, flags, step))
 
     # Building --------------------------------------------------------------------
 
@@ -225,6 +264,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.inner_optimizer._check_variables_are_known(variables)
         # Keras' wrapper would create its state once more: go to the base class.
         keras.optimizers.Optimizer.build(self, variables)
+        self.nonfinite_counts = self._own_variable(
+            np.zeros((ROWS, len(variables)), "int32"), "nonfinite_counts"
+        )
 
     # Explicit use ----------------------------------------------------------------
 
@@ -280,7 +322,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.unscale(grads)
 
     def apply(
-        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        *,
+        loss: Any = None,
     ) -> None:
         """Updates the variables, or skips the step if a gradient is not finite.
 
@@ -290,6 +336,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads: gradients, one for each variable, None where there is none.
             trainable_variables: the variables; those the optimizer was built with if
                 left out.
+            loss: the loss as it was before it was scaled. Where it is not finite the
+                scale is not to blame and stays. `fit` sees to this by itself.
 
         Raises:
             ValueError: if gradients and variables differ in number or shape, if all
@@ -297,6 +345,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             TrainingDivergedError: see `max_consecutive_skips`; where the step runs
                 eagerly.
         """
+        loss = getattr(grads, "loss", loss)
         grads = list(grads)
         if not grads:
             return
@@ -317,11 +366,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         tracing = engine.is_tracing()
         if self._stage.take(tracing):
             grads = self._divided(grads, variables, self.dynamic_scale.value)
-        finite = engine.all_finite(grads)
+        flags = engine.nonfinite(grads)
+        finite = engine.none_of(flags)
+        self._count_nonfinite(flags, variables)
         engine.update_if(
             finite, lambda grads: self.inner_optimizer.apply(grads, variables), grads
         )
-        self._advance(finite)
+        self._advance(finite, loss)
         if not tracing and not keras.src.backend.in_stateless_scope():
             self.raise_if_diverged()
 
@@ -376,6 +427,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         optimizer_variables: Sequence[Any],
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
+        *,
+        loss: Any = None,
     ) -> tuple[list[Any], list[Any]]:
         """`apply` without side effects; not on TensorFlow, as in Keras.
 
@@ -383,13 +436,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             grads: gradients, one for each trainable variable.
             trainable_variables: values of the trainable variables.
+            loss: as in `apply`.
 
         Returns:
             `(trainable_variables, optimizer_variables)` after the step.
         """
-        # Not Keras' wrapper's, which puts a conditional round the whole update.
+        # Not Keras' wrapper's, which puts a conditional round the whole update, but the
+        # base class', which calls `apply(grads)`.
         return keras.optimizers.Optimizer.stateless_apply(
-            self, optimizer_variables, grads, trainable_variables
+            self, optimizer_variables, _GradientsOf(grads, loss), trainable_variables
         )
 
     def _scale_in(self, optimizer_variables: Sequence[Any]) -> Any:
@@ -439,6 +494,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not checkpoint.load(self, store):
             # Keras' words for it, as a warning: the model's weights are loaded still.
             super().load_own_variables(store)
+
+
+class _GradientsOf(list):
+    """Gradients with their loss, for the way through Keras' `stateless_apply`."""
+
+    def __init__(self, grads: Sequence[Any], loss: Any) -> None:
+        super().__init__(grads)
+        self.loss = loss
 
 
 def _multiply_wide(loss: Any, scale: Any) -> Any:

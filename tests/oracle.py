@@ -3,7 +3,8 @@
 Written from the description of the rule and not from `keras_mp`: nothing here
 imports the package or Keras, so that a mistake would have to be made twice.
 The rule is that of Micikevicius et al. 2018, section 3.2, with the hysteresis of
-NVIDIA Apex (`update_scale_hysteresis`).
+NVIDIA Apex (`update_scale_hysteresis`). A step is broken, and its scale not to
+blame, if the loss was not finite or the scale was at its floor already.
 """
 
 from __future__ import annotations
@@ -32,20 +33,27 @@ class LossScaleOracle:
         self.finite_steps = 0
         self.skipped_steps = 0
         self.consecutive_skips = 0
+        self.broken_steps = 0
 
     @property
     def last_step_finite(self) -> bool:
         return self.consecutive_skips == 0
 
     @property
-    def state(self) -> tuple[np.float32, int, int, int]:
-        return self.scale, self.finite_steps, self.skipped_steps, self.consecutive_skips
+    def state(self) -> tuple[np.float32, int, int, int, int]:
+        return (
+            self.scale,
+            self.finite_steps,
+            self.skipped_steps,
+            self.consecutive_skips,
+            self.broken_steps,
+        )
 
-    def step(self, finite: bool) -> None:
+    def step(self, finite: bool, loss_finite: bool = True) -> None:
         if finite:
             self._after_a_finite_step()
         else:
-            self._after_a_skipped_step()
+            self._after_a_skipped_step(loss_finite)
 
     def _after_a_finite_step(self) -> None:
         self.consecutive_skips = 0
@@ -54,9 +62,12 @@ class LossScaleOracle:
             self.finite_steps = 0
             self._move(self.growth_factor)
 
-    def _after_a_skipped_step(self) -> None:
+    def _after_a_skipped_step(self, loss_finite: bool) -> None:
         self.skipped_steps += 1
         self.consecutive_skips += 1
+        if not loss_finite or self.scale == np.float32(self.min_scale):
+            self.broken_steps += 1
+            return
         self.finite_steps = 0
         if self.consecutive_skips >= self.hysteresis:
             self._move(self.backoff_factor)
@@ -147,14 +158,16 @@ class ScaledTraining:
     def __post_init__(self) -> None:
         self.weights = [np.array(w, self.dtype) for w in self.weights]
 
-    def step(self, scaled_gradients: Sequence[np.ndarray]) -> bool:
+    def step(
+        self, scaled_gradients: Sequence[np.ndarray], loss_finite: bool = True
+    ) -> bool:
         """Takes one step, or skips it. Returns whether the gradients were finite."""
         finite = all(bool(np.isfinite(g).all()) for g in scaled_gradients)
         if finite:
             scale = self.dtype(self.loss_scale.scale)  # the scale that scaled them
             gradients = [np.asarray(g, self.dtype) / scale for g in scaled_gradients]
             self.weights = self.optimizer.step(self.weights, gradients)
-        self.loss_scale.step(finite)  # and only now does the scale move
+        self.loss_scale.step(finite, loss_finite)  # and only now does the scale move
         return finite
 
     def run(self, sequence: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray]:

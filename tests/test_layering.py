@@ -25,7 +25,7 @@ PACKAGE = REPOSITORY / "keras_mp"
 # importers leave it a place; if they leave it none, it is two modules.
 LAYERS = [
     # the ground: the frameworks, the pure rules, what can go wrong
-    ["backend", "errors", "gradient_check", "loss_scale", "rules"],
+    ["backend", "errors", "gradient_check", "loss_scale", "nonfinite", "rules"],
     # policies and the optimizer: the rules with a state
     [
         "checkpoint",

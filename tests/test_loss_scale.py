@@ -12,7 +12,8 @@ from oracle import SGD, Adam, LossScaleOracle, ScaledTraining
 
 from keras_mp.loss_scale import LossScaleRule, LossScaleState
 
-FINITE, OVERFLOW = True, False
+# What a step was: (were its gradients finite?, was its loss?)
+FINITE, OVERFLOW, BROKEN = (True, True), (False, True), (False, False)
 
 # --- how the rule is run ------------------------------------------------------------
 
@@ -31,16 +32,19 @@ def compiled(rule):
     return rule.next
 
 
+def flags(step):
+    return [keras.ops.convert_to_tensor(flag, dtype="bool") for flag in step]
+
+
 MODES = {"eager": lambda rule: rule.next, "compiled": compiled}
 
 
 @pytest.fixture(params=MODES)
 def next_state(request):
-    """A function `(rule, state, finite) -> state`, eager and compiled."""
+    """A function `(rule, state, step) -> state`, eager and compiled."""
 
-    def apply(rule, state, finite):
-        flag = keras.ops.convert_to_tensor(finite, dtype="bool")
-        return MODES[request.param](rule)(state, flag)
+    def apply(rule, state, step):
+        return MODES[request.param](rule)(state, *flags(step))
 
     return apply
 
@@ -56,8 +60,8 @@ def follow(rule, steps, state=None):
     """All states that eager `rule` goes through, the first one left out."""
     state = rule.initial_state() if state is None else state
     states = []
-    for finite in steps:
-        state = rule.next(state, finite)
+    for step in steps:
+        state = rule.next(state, *step)
         states.append(plain(state))
     return states
 
@@ -65,8 +69,8 @@ def follow(rule, steps, state=None):
 def follow_oracle(rule, steps):
     oracle = LossScaleOracle(**dataclasses.asdict(rule))
     states = []
-    for finite in steps:
-        oracle.step(finite)
+    for step in steps:
+        oracle.step(*step)
         states.append(oracle.state)
     return states
 
@@ -78,27 +82,34 @@ def scales(states):
 # --- single steps -------------------------------------------------------------------
 
 
-def test_the_initial_state_is_the_initial_scale_and_three_zeros():
-    assert plain(LossScaleRule(initial_scale=1024.0).initial_state()) == (1024, 0, 0, 0)
+def test_the_initial_state_is_the_initial_scale_and_zeros():
+    start = LossScaleRule(initial_scale=1024.0).initial_state()
+    assert plain(start) == (1024, 0, 0, 0, 0)
 
 
 def test_the_next_state_is_a_float32_scalar_and_int32_counters(next_state):
-    for finite in (FINITE, OVERFLOW):
+    for step in (FINITE, OVERFLOW, BROKEN):
         rule = LossScaleRule(dynamic_growth_steps=1)
-        state = next_state(rule, rule.initial_state(), finite)
+        state = next_state(rule, rule.initial_state(), step)
         dtypes = [keras.backend.standardize_dtype(value.dtype) for value in state]
-        assert dtypes == ["float32", "int32", "int32", "int32"]
+        assert dtypes == ["float32", "int32", "int32", "int32", "int32"]
         assert all(tuple(value.shape) == () for value in state)
 
 
 def test_a_finite_step_counts_and_leaves_the_scale(next_state):
     rule = LossScaleRule()
-    assert plain(next_state(rule, rule.initial_state(), FINITE)) == (2**15, 1, 0, 0)
+    assert plain(next_state(rule, rule.initial_state(), FINITE)) == (2**15, 1, 0, 0, 0)
 
 
 def test_overflow_halves_the_scale_and_counts_the_skip(next_state):
     rule = LossScaleRule()
-    assert plain(next_state(rule, rule.initial_state(), OVERFLOW)) == (2**14, 0, 1, 1)
+    assert plain(next_state(rule, rule.initial_state(), OVERFLOW)) == (
+        2**14,
+        0,
+        1,
+        1,
+        0,
+    )
 
 
 def test_enough_finite_steps_in_a_row_double_the_scale(next_state):
@@ -122,10 +133,10 @@ def test_the_scale_stops_at_its_bounds(next_state):
         initial_scale=4, min_scale=3, max_scale=6, dynamic_growth_steps=1
     )
     up = next_state(rule, rule.initial_state(), FINITE)
-    assert plain(up) == (6, 0, 0, 0)
+    assert plain(up) == (6, 0, 0, 0, 0)
     down = next_state(rule, rule.initial_state(), OVERFLOW)
-    assert plain(down) == (3, 0, 1, 1)
-    assert plain(next_state(rule, down, OVERFLOW)) == (3, 0, 2, 2)
+    assert plain(down) == (3, 0, 1, 1, 0)
+    assert plain(next_state(rule, down, OVERFLOW)) == (3, 0, 2, 2, 1)
 
 
 def test_a_minimum_below_one_lets_the_scale_go_below_one():
@@ -137,45 +148,63 @@ def test_hysteresis_forgives_the_first_skips_of_a_row_and_no_later_ones(next_sta
     rule = LossScaleRule(hysteresis=3)
     state = rule.initial_state()
     seen = []
-    for finite in (OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW, FINITE, OVERFLOW):
-        state = next_state(rule, state, finite)
+    for step in (OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW, FINITE, OVERFLOW):
+        state = next_state(rule, state, step)
         seen.append(plain(state)[0])
     assert seen == [2**15, 2**15, 2**14, 2**13, 2**13, 2**13]
-    assert plain(state) == (2**13, 0, 5, 1)
+    assert plain(state) == (2**13, 0, 5, 1, 0)
 
 
 def test_a_static_scale_never_moves_but_counts_its_skips(next_state):
     rule = LossScaleRule(initial_scale=128.0, dynamic=False, dynamic_growth_steps=1)
     state = rule.initial_state()
-    for finite in (FINITE, FINITE, OVERFLOW, OVERFLOW):
-        state = next_state(rule, state, finite)
+    for step in (FINITE, FINITE, OVERFLOW, OVERFLOW, BROKEN):
+        state = next_state(rule, state, step)
         assert plain(state)[0] == 128
-    assert plain(state)[2:] == (2, 2)
+    assert plain(state)[2:] == (3, 3, 1)
+
+
+def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale(next_state):
+    rule = LossScaleRule(dynamic_growth_steps=3)
+    state = rule.initial_state()
+    for step in (FINITE, BROKEN, FINITE, BROKEN):
+        state = next_state(rule, state, step)
+    # The count towards growth goes on too: a bad sample in every epoch of 1000 steps
+    # would keep the scale from growing for ever.
+    assert plain(state) == (2**15, 2, 2, 1, 2)
+    assert plain(next_state(rule, state, FINITE)) == (2**16, 0, 2, 0, 2)
+
+
+def test_overflow_at_the_floor_is_no_fault_of_the_scale(next_state):
+    rule = LossScaleRule(initial_scale=2.0, min_scale=1.0)
+    state = rule.initial_state()
+    seen = []
+    for _ in range(3):
+        state = next_state(rule, state, OVERFLOW)
+        seen.append((plain(state)[0], plain(state)[-1]))
+    assert seen == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_fewer_growth_steps_than_were_counted_already_grow_at_the_next_finite_step(
     next_state,
 ):
     # Keras tests `counter == steps - 1`, which never fires again past that point.
-    state = LossScaleState(np.float32(8), np.int32(50), np.int32(4), np.int32(0))
-    assert plain(next_state(LossScaleRule(dynamic_growth_steps=10), state, FINITE)) == (
-        16,
-        0,
-        4,
-        0,
-    )
+    state = LossScaleState(np.float32(8), *np.int32([50, 4, 0, 0]))
+    grown = next_state(LossScaleRule(dynamic_growth_steps=10), state, FINITE)
+    assert plain(grown) == (16, 0, 4, 0, 0)
 
 
 def test_a_state_of_python_numbers_works_as_well():
-    state = LossScaleState(8.0, 0, 0, 0)
-    assert plain(LossScaleRule().next(state, True)) == (8, 1, 0, 0)
-    assert plain(LossScaleRule().next(state, False)) == (4, 0, 1, 1)
+    state = LossScaleState(8.0, 0, 0, 0, 0)
+    assert plain(LossScaleRule().next(state, True)) == (8, 1, 0, 0, 0)
+    assert plain(LossScaleRule().next(state, False)) == (4, 0, 1, 1, 0)
+    assert plain(LossScaleRule().next(state, False, False)) == (8, 0, 1, 1, 1)
 
 
 def test_next_leaves_the_state_that_it_was_given():
-    state = LossScaleState(8.0, 5, 3, 2)
+    state = LossScaleState(8.0, 5, 3, 2, 1)
     LossScaleRule().next(state, False)
-    assert state == LossScaleState(8.0, 5, 3, 2)
+    assert state == LossScaleState(8.0, 5, 3, 2, 1)
 
 
 # --- properties ---------------------------------------------------------------------
@@ -185,7 +214,7 @@ SCALES = st.one_of(
     st.integers(-20, 30).map(lambda exponent: 2.0**exponent),
     st.floats(1e-6, 1e9),
 )
-STEPS = st.lists(st.booleans(), max_size=40)
+STEPS = st.lists(st.sampled_from([FINITE, OVERFLOW, BROKEN]), max_size=40)
 
 
 @st.composite
@@ -223,9 +252,8 @@ COMPILED_RULES = [
 def test_a_compiled_rule_equals_the_oracle(rule, steps):
     state = rule.initial_state()
     states = []
-    for finite in steps:
-        flag = keras.ops.convert_to_tensor(finite, dtype="bool")
-        state = compiled(rule)(state, flag)
+    for step in steps:
+        state = compiled(rule)(state, *flags(step))
         states.append(plain(state))
     assert states == follow_oracle(rule, steps)
 
@@ -241,13 +269,13 @@ def test_the_scale_stays_within_its_bounds_and_is_never_zero_or_infinite(rule, s
 @settings(deadline=None, max_examples=60)
 @given(rules(), STEPS)
 def test_skips_are_counted_whatever_the_rule(rule, steps):
-    *_, (_, finite_steps, skipped, consecutive) = [(0, 0, 0, 0), *follow(rule, steps)]
+    *_, (_, _, skipped, consecutive, broken) = [(0,) * 5, *follow(rule, steps)]
     in_this_row = next(
-        (i for i, finite in enumerate(reversed(steps)) if finite), len(steps)
+        (i for i, step in enumerate(reversed(steps)) if step == FINITE), len(steps)
     )
-    assert skipped == steps.count(OVERFLOW)
+    assert skipped == steps.count(OVERFLOW) + steps.count(BROKEN)
     assert consecutive == in_this_row
-    assert consecutive == 0 or finite_steps == 0
+    assert steps.count(BROKEN) <= broken <= skipped
 
 
 @settings(deadline=None, max_examples=40)
@@ -257,7 +285,7 @@ def test_skips_are_counted_whatever_the_rule(rule, steps):
 )
 def test_the_scale_grows_as_soon_as_the_counter_has_reached_the_steps(counted, steps):
     rule = LossScaleRule(dynamic_growth_steps=steps)
-    grown, *_ = plain(rule.next(LossScaleState(2.0**10, counted, 0, 0), True))
+    grown, *_ = plain(rule.next(LossScaleState(2.0**10, counted, 0, 0, 0), True))
     assert (grown == 2**11) == (counted + 1 >= steps)
 
 
@@ -265,8 +293,8 @@ def test_the_scale_grows_as_soon_as_the_counter_has_reached_the_steps(counted, s
 @given(rules(), STEPS, STEPS)
 def test_a_run_that_stops_and_resumes_equals_one_that_does_not(rule, before, after):
     state = rule.initial_state()
-    for finite in before:
-        state = rule.next(state, finite)
+    for step in before:
+        state = rule.next(state, *step)
     resumed = LossScaleState(*plain(state))
     assert follow(rule, after, resumed) == follow(rule, before + after)[len(before) :]
 

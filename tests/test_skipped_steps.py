@@ -104,3 +104,19 @@ def test_a_callback_that_ends_training_on_nan_sees_none():
         callbacks=[terminate],
     )
     assert int(model.optimizer.iterations) == 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_not_finite_does_not_lower_the_scale(mode):
+    model, _, _ = trained((0, 3), **MODES[mode])
+    assert int(model.optimizer.skipped_steps) == 2
+    assert float(model.optimizer.loss_scale) == 256.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_of_the_scale_alone_lowers_it(mode):
+    model = model_under(**MODES[mode])
+    model.optimizer.dynamic_scale.assign(2.0**24)
+    model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+    assert int(model.optimizer.skipped_steps) > 0
+    assert float(model.optimizer.loss_scale) < 2.0**24

@@ -1,17 +1,18 @@
 """The only place that imports a framework.
 
-`engine` is the module for the backend Keras runs on. Each engine has the same ten
+`engine` is the module for the backend Keras runs on. Each engine has the same eleven
 functions:
 
     is_tracing()                      inside a function being compiled?
     refuse_baking(what, remedy)       error where a variable's value would be frozen
     unscale(grads, inverse_scale)     float32 gradients
     poison(grads)                     what is not finite becomes nan
-    all_finite(grads)                 one bool scalar over all gradients
+    nonfinite(grads)                  which hold an infinity, which a nan
+    none_of(flags)                    one bool scalar
     update_if(finite, update, grads)  run `update(grads)`, of no effect if not finite
     make_train_function(...)          Keras' own, its `train_step` wrapped
     build(model, data)                build a model that its first train step would
-    undo_skipped(model, skips, step)  a train step of no effect where it is skipped
+    undo_skipped(model, opt, step)    a train step of no effect where it is skipped
     optimizer_values(args)            the optimizer's state where `fit` passes it round
 """
 

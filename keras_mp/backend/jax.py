@@ -1,6 +1,5 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +10,11 @@ import keras
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
-    "all_finite",
     "build",
     "is_tracing",
     "make_train_function",
+    "none_of",
+    "nonfinite",
     "optimizer_values",
     "poison",
     "refuse_baking",
@@ -87,25 +87,48 @@ def _widened(x: Any) -> Any:
     return x.astype(_wide_dtype(x))
 
 
-def all_finite(grads: Sequence[Any]) -> Any:
-    """Bool scalar: is every element of every gradient finite?"""
-    present = [g for g in grads if g is not None]
-    return (_all_finite if is_tracing() else _all_finite_jitted)(present)
+def nonfinite(grads: Sequence[Any]) -> Any:
+    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
+    return (_nonfinite if is_tracing() else _nonfinite_jitted)(list(grads))
 
 
-def _all_finite(grads: list[Any]) -> Any:
-    # x * 0 is 0 where x is finite and nan elsewhere, and a sum of those cannot
-    # overflow as one of squares can.
-    small = [g for g in grads if g.size <= GROUPED_ELEMENTS]
-    sums = [jnp.sum(g * 0) for g in grads if g.size > GROUPED_ELEMENTS]
-    if small:
-        sums.append(jnp.sum(jnp.concatenate([_widened(g).ravel() for g in small]) * 0))
-    # The square root keeps XLA from recomputing the whole reduction in each of the
-    # selects that read the flag.
-    return jnp.isfinite(jnp.sqrt(functools.reduce(jnp.add, sums)))
+def _nonfinite(grads: list[Any]) -> Any:
+    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
+    # An integer maximum, unlike one of floats, cannot lose a nan.
+    bits: dict[int, Any] = {}
+    alike: dict[Any, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad is None:
+            bits[index] = jnp.zeros((), jnp.int32)
+        elif grad.size > GROUPED_ELEMENTS:
+            bits[index] = jnp.max(_bits(grad))
+        else:
+            alike.setdefault((grad.size, grad.dtype), []).append(index)
+    for indices in alike.values():
+        rows = jnp.stack([grads[i].ravel() for i in indices])
+        largest = jnp.max(_bits(rows), axis=1, initial=0)
+        bits.update(zip(indices, largest, strict=True))
+    largest = jnp.stack([bits[i] for i in range(len(grads))])
+    return jnp.stack([largest == _INFINITY, largest > _INFINITY])
 
 
-_all_finite_jitted = jax.jit(_all_finite)
+def _bits(x: Any) -> Any:
+    if x.dtype == jnp.float64:  # A large one would become infinite in float32.
+        x = jnp.where(jnp.isfinite(x), 0, x)
+    return jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+
+
+_INFINITY = 0x7F800000
+_nonfinite_jitted = jax.jit(_nonfinite)
+
+
+def none_of(flags: Any) -> Any:
+    """Bool scalar: is none of the flags set?"""
+    if not is_tracing():
+        return not flags.any()
+    # The square root keeps XLA from computing the whole reduction once more in each
+    # of the selects that read the flag.
+    return jnp.sqrt(jnp.sum(flags.astype(jnp.float32))) == 0
 
 
 class SelectingScope(keras.StatelessScope):
@@ -149,17 +172,25 @@ def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
 
 
 def undo_skipped(
-    model: Any, skips: keras.Variable, step: Callable[..., tuple[Any, Any]]
+    model: Any, optimizer: Any, step: Callable[..., tuple[Any, Any]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Wraps a train step so that one which `skips` counts leaves no trace.
+    """Wraps a train step so that one which the optimizer skips leaves no trace.
 
-    Non-trainable variables, metrics and the logs made of them are what they were.
+    Non-trainable variables, metrics and the logs made of them are what they were, and
+    so is the loss scale if the loss itself was not finite.
     """
 
     def undoing(state: Any, data: Any) -> tuple[Any, Any]:
         logs, after = step(state, data)
-        index = next(i for i, v in enumerate(model.optimizer.variables) if v is skips)
-        skipped = after[2][index] > state[2][index]
+        place = {id(v): i for i, v in enumerate(optimizer.variables)}
+        counter = place[id(optimizer.skip_counter)]
+        skipped = after[2][counter] > state[2][counter]
+        own = [place[id(v)] for v in optimizer.state_variables]
+        blameless = optimizer.state_after_broken_step([state[2][i] for i in own])
+        broken = skipped & ~jnp.isfinite(logs.get("loss", 0.0))
+        scaling = list(after[2])
+        for index, value in zip(own, blameless, strict=True):
+            scaling[index] = jnp.where(broken, value, scaling[index])
         non_trainable, metrics = (
             [
                 # What the step did not write needs no select: frozen weights.
@@ -175,7 +206,7 @@ def undo_skipped(
             name: jnp.where(skipped, results[name], log) if name in results else log
             for name, log in logs.items()
         }
-        return logs, (after[0], non_trainable, after[2], metrics)
+        return logs, (after[0], non_trainable, scaling, metrics)
 
     return undoing
 

@@ -8,10 +8,11 @@ import tensorflow as tf
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
-    "all_finite",
     "build",
     "is_tracing",
     "make_train_function",
+    "none_of",
+    "nonfinite",
     "optimizer_values",
     "poison",
     "refuse_baking",
@@ -59,29 +60,47 @@ def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
     return function(tf.convert_to_tensor(grad))
 
 
-def all_finite(grads: Sequence[Any]) -> tf.Tensor:
-    """Bool scalar: is every element of every gradient finite, on every replica?"""
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
-    flags = [
-        tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
-        for v in values
-        if v is not None
-    ]
-    finite = tf.reduce_all(tf.stack(flags))
+def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
+    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads)).
+
+    On any replica: summed over all of them before anyone decides, and outside of any
+    branch. Replicas that disagreed would wait for each other for ever.
+    """
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(
             "The optimizer must be applied in a replica context: call it within "
             "`strategy.run`. Received: a call in a cross-replica context."
         )
+    largest = tf.stack([_largest_bits(g) for g in grads])
+    flags = tf.stack([largest == _INFINITY, largest > _INFINITY])
     if context.num_replicas_in_sync > 1:
-        # Before anyone decides, and outside of any branch: replicas that disagreed
-        # would wait for each other for ever.
-        bad = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32)
+        count = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.cast(flags, tf.float32)
         )
-        finite = tf.equal(bad, 0)
-    return finite
+        flags = count > 0
+    return flags
+
+
+def _largest_bits(grad: Any) -> tf.Tensor:
+    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
+    # An integer maximum, unlike one of floats, cannot lose a nan.
+    if grad is None:
+        return tf.constant(0)
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    if values.dtype == tf.float64:  # A large one would become infinite in float32.
+        values = tf.where(tf.math.is_finite(values), tf.zeros_like(values), values)
+    magnitude = tf.abs(tf.cast(values, tf.float32))
+    # Of no elements at all the maximum is the lowest integer: finite.
+    return tf.reduce_max(tf.bitcast(magnitude, tf.int32))
+
+
+_INFINITY = 0x7F800000
+
+
+def none_of(flags: tf.Tensor) -> tf.Tensor:
+    """Bool scalar: is none of the flags set?"""
+    return tf.logical_not(tf.reduce_any(flags))
 
 
 def update_if(
@@ -115,11 +134,12 @@ def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
 
 
 def undo_skipped(
-    model: Any, skips: Any, step: Callable[..., Any]
+    model: Any, optimizer: Any, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wraps a train step so that one which `skips` counts leaves no trace.
+    """Wraps a train step so that one which the optimizer skips leaves no trace.
 
-    Non-trainable variables, metrics and the logs made of them are what they were.
+    Non-trainable variables, metrics and the logs made of them are what they were, and
+    so is the loss scale if the loss itself was not finite.
     """
 
     def undoing(data: Any) -> Any:
@@ -128,9 +148,15 @@ def undo_skipped(
             for v in model.non_trainable_variables + model.metrics_variables
         }
         before = [tf.identity(v) for v in variables.values()]
-        count = tf.identity(skips.value)
+        own = [v.value for v in optimizer.state_variables]
+        blameless = optimizer.state_after_broken_step([tf.identity(v) for v in own])
+        skips = optimizer.skip_counter.value
+        count = tf.identity(skips)
         logs = step(data)
-        skipped = skips.value > count
+        skipped = skips > count
+        broken = skipped & ~tf.math.is_finite(logs.get("loss", 0.0))
+        for variable, value in zip(own, blameless, strict=True):
+            variable.assign(tf.where(broken, value, variable))
         for variable, value in zip(variables.values(), before, strict=True):
             variable.assign(tf.where(skipped, value, variable))
         # Keras on TensorFlow creates the variables of metrics within the first step.

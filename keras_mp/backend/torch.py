@@ -1,15 +1,17 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 __all__ = [
-    "all_finite",
     "build",
     "is_tracing",
     "make_train_function",
+    "none_of",
+    "nonfinite",
     "optimizer_values",
     "poison",
     "refuse_baking",
@@ -46,10 +48,31 @@ def poison(grads: Sequence[Any]) -> list[Any]:
     ]
 
 
-def all_finite(grads: Sequence[Any]) -> torch.Tensor:
-    """Bool scalar: is every element of every gradient finite?"""
-    flags = [torch.isfinite(g).all() for g in grads if g is not None]
-    return torch.stack(flags).all()
+def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
+    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads)).
+
+    In any process: summed over all of them before anyone decides.
+    """
+    device = next(g for g in grads if g is not None).device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    # torch's maximum is nan wherever one of its elements is.
+    largest = torch.stack(
+        [
+            zero if g is None or not g.numel() else g.abs().max().to(torch.float64)
+            for g in grads
+        ]
+    )
+    flags = torch.stack([torch.isinf(largest), torch.isnan(largest)])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = flags.to(torch.float32)
+        torch.distributed.all_reduce(count)
+        flags = count > 0
+    return flags
+
+
+def none_of(flags: torch.Tensor) -> torch.Tensor:
+    """Bool scalar: is none of the flags set?"""
+    return ~flags.any()
 
 
 def update_if(
@@ -79,20 +102,28 @@ def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
 
 
 def undo_skipped(
-    model: Any, skips: Any, step: Callable[..., Any]
+    model: Any, optimizer: Any, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wraps a train step so that one which `skips` counts leaves no trace.
+    """Wraps a train step so that one which the optimizer skips leaves no trace.
 
-    Non-trainable variables, metrics and the logs made of them are what they were.
+    Non-trainable variables, metrics and the logs made of them are what they were, and
+    so is the loss scale if the loss itself was not finite.
     """
 
     def undoing(data: Any) -> Any:
         variables = model.non_trainable_variables + model.metrics_variables
         before = [v.value.detach().clone() for v in variables]
-        count = int(skips.value)
+        own = [v.value.detach().clone() for v in optimizer.state_variables]
+        count = int(optimizer.skip_counter.value)
         logs = step(data)
-        if int(skips.value) == count:
+        if int(optimizer.skip_counter.value) == count:
             return logs
+        if not math.isfinite(logs.get("loss", 0.0)):
+            blameless = optimizer.state_after_broken_step(own)
+            for variable, value in zip(
+                optimizer.state_variables, blameless, strict=True
+            ):
+                variable.assign(value)
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
         results = model.get_metrics_result()
