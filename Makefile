@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # One backend a process: Keras reads KERAS_BACKEND once, when it is imported.
-BACKENDS ?= jax tensorflow
+BACKENDS ?= jax tensorflow torch
 # The one that the demo runs on.
 BACKEND ?= jax
 PYTEST_ARGS ?= -n 2

@@ -228,9 +228,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         return report(self.nonfinite_counts, self._trainable_variables)
 
-    def _advance(self, finite: Any, loss: Any) -> None:
+    def _advance(self, finite: Any, loss_finite: Any) -> None:
         state = LossScaleState(*(v.value for v in self.state_variables))
-        loss_finite = True if loss is None else ops.all(ops.isfinite(loss))
         for variable, value in zip(
             self.state_variables,
             self.rule.next(state, finite, loss_finite),
@@ -366,13 +365,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         tracing = engine.is_tracing()
         if self._stage.take(tracing):
             grads = self._divided(grads, variables, self.dynamic_scale.value)
-        flags = engine.nonfinite(grads)
+        if loss is not None:
+            loss = ops.convert_to_tensor(loss)
+        flags = engine.nonfinite([*grads, loss])
+        flags, loss_flags = flags[:, :-1], flags[:, -1]
         finite = engine.none_of(flags)
         self._count_nonfinite(flags, variables)
         engine.update_if(
             finite, lambda grads: self.inner_optimizer.apply(grads, variables), grads
         )
-        self._advance(finite, loss)
+        self._advance(finite, engine.none_of(loss_flags))
         if not tracing and not keras.src.backend.in_stateless_scope():
             self.raise_if_diverged()
 

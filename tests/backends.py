@@ -20,23 +20,36 @@ def same_bits(before, after):
 
 
 def stateful_step(optimizer, variables, compiled):
-    """A function of gradients that applies them to `variables`, eagerly or compiled."""
+    """A function of gradients that applies them to `variables`, in a mode of COMPILED.
+
+    It takes the loss, before it was scaled, as a second argument.
+    """
     if BACKEND == "tensorflow" and compiled:
         import tensorflow as tf
 
-        function = tf.function(lambda grads: optimizer.apply(grads, variables))
-        return lambda grads: function([_tensor(g) for g in grads])
+        if compiled == "xla":
+            optimizer.build(variables)  # XLA's functions create no variables.
+        function = tf.function(
+            lambda grads, loss: optimizer.apply(grads, variables, loss=loss),
+            jit_compile=compiled == "xla",
+        )
+        return lambda grads, loss=1.0: function(tensors(grads), tf.constant(loss))
     if BACKEND == "jax" and compiled:
         import jax
 
         optimizer.build(variables)
-        function = jax.jit(optimizer.stateless_apply)
+        function = jax.jit(
+            lambda state, grads, trainable, loss: optimizer.stateless_apply(
+                state, grads, trainable, loss=loss
+            )
+        )
 
-        def step(grads):
+        def step(grads, loss=1.0):
             trainable, state = function(
                 [v.value for v in optimizer.variables],
-                [_tensor(g) for g in grads],
+                tensors(grads),
                 [v.value for v in variables],
+                loss,
             )
             for variable, value in zip(variables, trainable, strict=True):
                 variable.assign(value)
@@ -44,14 +57,20 @@ def stateful_step(optimizer, variables, compiled):
                 variable.assign(value)
 
         return step
-    return lambda grads: optimizer.apply([_tensor(g) for g in grads], variables)
+    return lambda grads, loss=1.0: optimizer.apply(tensors(grads), variables, loss=loss)
 
 
-def _tensor(grad):
-    return None if grad is None else keras.ops.convert_to_tensor(grad)
+def tensors(grads):
+    """Tensors of arrays; None stays None, and a sparse gradient what it is."""
+    return [
+        keras.ops.convert_to_tensor(g) if isinstance(g, np.ndarray | np.generic) else g
+        for g in grads
+    ]
 
 
-COMPILED = [False] if BACKEND == "torch" else [False, True]
+COMPILED = {"jax": [False, True], "tensorflow": [False, True, "xla"]}.get(
+    BACKEND, [False]
+)
 
 
 def gradients(loss_fn, variables):

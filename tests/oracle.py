@@ -142,6 +142,47 @@ class Adam:
         ]
 
 
+class Clipping:
+    """An optimizer whose gradients are cut off at +-clipvalue."""
+
+    def __init__(self, optimizer: SGD | Adam, clipvalue: float = np.inf) -> None:
+        self.optimizer = optimizer
+        self.clipvalue = clipvalue
+
+    @property
+    def iterations(self) -> int:
+        return self.optimizer.iterations
+
+    def step(
+        self, weights: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        clipped = [np.clip(g, -self.clipvalue, self.clipvalue) for g in gradients]
+        return self.optimizer.step(weights, clipped)
+
+
+class Accumulating:
+    """An optimizer that takes a step by the mean of every `steps` gradients."""
+
+    def __init__(self, optimizer: SGD | Adam | Clipping, steps: int) -> None:
+        self.optimizer = optimizer
+        self.steps = steps
+        self.held: list[Sequence[np.ndarray]] = []
+
+    @property
+    def iterations(self) -> int:
+        return self.optimizer.iterations
+
+    def step(
+        self, weights: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        self.held.append(gradients)
+        if len(self.held) < self.steps:
+            return list(weights)
+        means = [sum(grads) / self.steps for grads in zip(*self.held, strict=True)]
+        self.held = []
+        return self.optimizer.step(weights, means)
+
+
 @dataclasses.dataclass
 class ScaledTraining:
     """A loss scale, an optimizer and weights, fed with gradients of the scaled loss.
@@ -151,7 +192,7 @@ class ScaledTraining:
     """
 
     loss_scale: LossScaleOracle
-    optimizer: SGD | Adam
+    optimizer: SGD | Adam | Clipping | Accumulating
     weights: list[np.ndarray]
     dtype: type = np.float64
 
