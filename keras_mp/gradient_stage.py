@@ -36,6 +36,11 @@ def train_step() -> Iterator[None]:
         _thread.seen = before
 
 
+def in_train_step() -> bool:
+    """Whether a `train_step` of `fit` is running, or being traced."""
+    return getattr(_thread, "seen", None) is not None
+
+
 class Stage(enum.Enum):
     """What the last call said of the gradients that come next."""
 

@@ -5,6 +5,7 @@ import weakref
 from typing import Any
 
 import keras
+from keras import ops
 
 # Arguments of every Keras optimizer, which files of older Keras versions store for the
 # wrapper too, at these values.
@@ -62,6 +63,24 @@ def checked_inner(inner_optimizer: Any) -> Any:
             "that one, or create the inner optimizer anew."
         )
     return inner
+
+
+def start_averages(inner_optimizer: Any) -> None:
+    """Starts the averages of `use_ema` at the weights.
+
+    Keras starts them at zero, which becomes the weights if every step of a short `fit`
+    is skipped. The first applied step writes over them either way.
+    """
+    for optimizer in (inner_optimizer, *getattr(inner_optimizer, "optimizers", ())):
+        if optimizer.use_ema:
+            for average, variable in zip(
+                optimizer._model_variables_moving_average,
+                optimizer._trainable_variables,
+                strict=True,
+            ):
+                if average is not None:  # None for those overwritten by "gradients".
+                    # A copy: JAX gives both buffers away at the next step.
+                    average.assign(ops.copy(variable.value))
 
 
 def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def _make_train_function(original: Callable) -> Callable:
         wrap = functools.partial(_train_step, self)
         engine.make_train_function(self, original, force, wrap)
         if self.train_function is not before:
-            _watch_divergence(self)
+            _watch_skips(self)
 
     return make_train_function
 
@@ -163,25 +163,25 @@ def _set_optimizer(model: Any, optimizer: Any) -> None:
     model.optimizer = optimizer
 
 
-def _watch_divergence(model: Any) -> None:
-    """Lets `fit` stop a run that skips and skips.
+def _watch_skips(model: Any) -> None:
+    """Lets `fit` tell of a run that skips and skips, and stop it.
 
-    Looks once in `max_consecutive_skips` steps, so that no step waits for the device,
-    and before a step: after one, JAX has given the state away that `fit` goes back to.
+    Looks once in a number of steps, so that no step waits for the device, and before a
+    step: after one, JAX has given the state away that `fit` goes back to.
     """
-    interval = getattr(model.optimizer, "max_consecutive_skips", None)
-    if interval is None:
-        return
     train_function = model.train_function
     calls = 0
 
     @functools.wraps(train_function)
     def watched(*args: Any) -> Any:
         nonlocal calls
-        if calls == interval:
-            calls = 0  # After an error as well: `fit` may go on with better data.
-            model.optimizer.raise_if_diverged(engine.optimizer_values(args))
-        calls += 1
+        # Read anew: the first step may have wrapped it.
+        optimizer = model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            if calls >= optimizer.skip_watch.interval:
+                calls = 0  # After an error as well: `fit` may go on with better data.
+                optimizer.raise_if_diverged(engine.optimizer_values(args))
+            calls += 1
         return train_function(*args)
 
     model.train_function = watched

@@ -11,12 +11,17 @@ from keras import ops
 
 from keras_mp import checkpoint
 from keras_mp.backend import engine
-from keras_mp.errors import TrainingDivergedError
 from keras_mp.gradient_check import check_gradients
-from keras_mp.gradient_stage import GradientStage
-from keras_mp.inner_optimizer import checked_inner, hold, refuse_inner_arguments
-from keras_mp.loss_scale import LossScaleRule, LossScaleState, check_whole_number
+from keras_mp.gradient_stage import GradientStage, in_train_step
+from keras_mp.inner_optimizer import (
+    checked_inner,
+    hold,
+    refuse_inner_arguments,
+    start_averages,
+)
+from keras_mp.loss_scale import LossScaleRule, LossScaleState
 from keras_mp.nonfinite import ROWS, NonfiniteGradient, counted, report
+from keras_mp.skip_watch import SkipWatch
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
@@ -100,14 +105,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             max_scale=max_scale,
             hysteresis=hysteresis,
         )
-        if max_consecutive_skips is not None:
-            check_whole_number("max_consecutive_skips", max_consecutive_skips)
+        skip_watch = SkipWatch(max_consecutive_skips)
         inner_optimizer = checked_inner(inner_optimizer)
 
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name)
         self.rule = rule
         self.max_consecutive_skips = max_consecutive_skips
-        self._reported_skips = 0
+        self.skip_watch = skip_watch
         # The stage is Python's own: TensorFlow's tracking must not wrap it.
         self._stage = GradientStage()
         # Created here, not in `build`: a compiled function that reads the scale before
@@ -174,41 +178,40 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def raise_if_diverged(
         self, optimizer_variables: Sequence[Any] | None = None
     ) -> None:
-        """Raises `TrainingDivergedError` after `max_consecutive_skips` skips in a row.
+        """Looks at the skipped steps: warns, or raises, of what the scale cannot mend.
 
-        Reads the device, so it waits for the steps under way. `fit` and eager `apply`
-        call it by themselves.
+        Warns once of broken steps, whose loss was not finite or whose gradients were
+        not at the lowest scale. Reads the device, so it waits for the steps under way.
+        `fit` and eager `apply` call it by themselves.
 
         Args:
             optimizer_variables: in a stateless loop, the values of
                 `optimizer.variables`, in their order.
+
+        Raises:
+            TrainingDivergedError: after `max_consecutive_skips` skips in a row.
         """
-        if self.max_consecutive_skips is None:
+        if not self.built:
             return
-        values = dict(
-            zip(map(id, self.variables), optimizer_variables, strict=True)
-            if optimizer_variables is not None
-            else ((id(v), v.value) for v in self.variables)
+        if optimizer_variables is None:
+            optimizer_variables = [v.value for v in self.variables]
+        values = dict(zip(map(id, self.variables), optimizer_variables, strict=True))
+        self.skip_watch.look(
+            LossScaleState(*(values[id(v)] for v in self.state_variables)),
+            values[id(self.inner_optimizer._iterations)],
+            values[id(self.nonfinite_counts)],
+            self._trainable_variables,
         )
-        skips = int(values[id(self.consecutive_skip_counter)])
-        total = int(values[id(self.skip_counter)])
-        # Skips that were reported are not held against a training that goes on.
-        if min(skips, total - self._reported_skips) >= self.max_consecutive_skips:
-            self._reported_skips = total
-            raise TrainingDivergedError(
-                f"{skips} steps in a row had gradients that are not finite "
-                f"(max_consecutive_skips={self.max_consecutive_skips}); steps applied "
-                f"before: {int(values[id(self.inner_optimizer._iterations)])}, loss "
-                f"scale: {float(values[id(self.dynamic_scale)]):g}. Look for inputs or "
-                "a loss that are not finite, lower the learning rate, clip gradients, "
-                "or keep more layers in float32."
-            )
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Ends a `fit`: as Keras does, and looks at the last skips."""
-        super().finalize_variable_values(var_list)
-        if sys.exc_info()[0] is None:  # An exception under way comes first.
-            self.raise_if_diverged()
+        if sys.exc_info()[0] is not None:  # An exception under way comes first.
+            super().finalize_variable_values(var_list)
+            return
+        # Before the first applied step the averages of `use_ema` average nothing.
+        if int(self.inner_optimizer._iterations.value):
+            super().finalize_variable_values(var_list)
+        self.raise_if_diverged()
 
     def nonfinite_report(self) -> list[NonfiniteGradient]:
         """Which variables had gradients that were not finite, most often first.
@@ -259,6 +262,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = list(variables)
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
+            with engine.outside_trace():
+                start_averages(self.inner_optimizer)
         else:
             self.inner_optimizer._check_variables_are_known(variables)
         # Keras' wrapper would create its state once more: go to the base class.
@@ -375,7 +380,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite, lambda grads: self.inner_optimizer.apply(grads, variables), grads
         )
         self._advance(finite, engine.none_of(loss_flags))
-        if not tracing and not keras.src.backend.in_stateless_scope():
+        # `fit` looks by itself, once it has put back what the step changed.
+        told_by_fit = in_train_step() or keras.src.backend.in_stateless_scope()
+        if not tracing and not told_by_fit and not finite:
             self.raise_if_diverged()
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
@@ -411,7 +418,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             loss: float tensor of any shape.
         """
         self._stage.scaled(engine.is_tracing())
-        return _multiply_wide(loss, self._scale_in(optimizer_variables))
+        return _multiply_wide(
+            loss, self._value_in(optimizer_variables, self.dynamic_scale)
+        )
 
     def stateless_unscale(
         self, optimizer_variables: Sequence[Any], grads: Iterable[Any]
@@ -422,7 +431,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             grads: gradients of a scaled loss.
         """
-        return self._unscale(self._scale_in(optimizer_variables), grads)
+        return self._unscale(
+            self._value_in(optimizer_variables, self.dynamic_scale), grads
+        )
 
     def stateless_apply(
         self,
@@ -449,7 +460,32 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self, optimizer_variables, _GradientsOf(grads, loss), trainable_variables
         )
 
-    def _scale_in(self, optimizer_variables: Sequence[Any]) -> Any:
+    def stateless_undo_skipped(
+        self, optimizer_variables: Sequence[Any], before: Any, after: Any
+    ) -> Any:
+        """What a step changed beside the weights, unless the step was skipped.
+
+        ```python
+        trainable, state = opt.stateless_apply(state, grads, trainable)
+        non_trainable = opt.stateless_undo_skipped(state, non_trainable, updated)
+        ```
+
+        Args:
+            optimizer_variables: as `stateless_apply` returned them.
+            before: a structure of tensors from before the step: the statistics of
+                normalisation, the state of metrics.
+            after: the same structure from after it.
+
+        Returns:
+            `after` if the step was applied, `before`, bit for bit, if not.
+        """
+        skips = self._value_in(optimizer_variables, self.consecutive_skip_counter)
+        applied = ops.equal(skips, 0)
+        return keras.tree.map_structure(
+            lambda old, new: ops.where(applied, new, old), before, after
+        )
+
+    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
         optimizer_variables = list(optimizer_variables)
         if len(optimizer_variables) != len(self.variables):
             raise ValueError(
@@ -457,9 +493,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
                 f"for {len(self.variables)} variables."
             )
-        index = next(
-            i for i, v in enumerate(self.variables) if v is self.dynamic_scale
-        )  # fmt: skip
+        index = next(i for i, v in enumerate(self.variables) if v is variable)
         return optimizer_variables[index]
 
     # Saving ----------------------------------------------------------------------

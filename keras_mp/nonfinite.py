@@ -1,24 +1,23 @@
 """Which variables' gradients were not finite: counts that stay on the device.
 
-Four rows, a column for each variable: in how many steps its gradient was not finite, in
-how many of them it held an infinity, in how many a nan, and the first one (0: never).
+Five rows, a column for each variable: in how many steps its gradient was not finite, in
+how many of them it held an infinity, in how many a nan, and the numbers of the first
+and of the last of these steps (0: never).
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
-ROWS = 4
+ROWS = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class NonfiniteGradient:
+class NonfiniteGradient(NamedTuple):
     """What `nonfinite_report` says of one variable."""
 
     path: str
-    count: int
+    count: int  # type: ignore[assignment]  # Hides tuple.count, of no use here.
     first_step: int
     kind: str
 
@@ -27,15 +26,17 @@ def counted(counts: Any, flags: Any, step: Any) -> Any:
     """Returns the counts after a step.
 
     Args:
-        counts: integer tensor of shape (4, variables).
+        counts: integer tensor of shape (5, variables).
         flags: bool tensor of shape (2, variables), infinities and nans of the step.
         step: integer scalar, the step's number from 1.
     """
     flags = ops.cast(flags, counts.dtype)
     seen = ops.max(flags, axis=0)
-    first = ops.where(counts[3] == 0, seen * ops.cast(step, counts.dtype), counts[3])
+    step = seen * ops.cast(step, counts.dtype)
+    first = ops.where(counts[3] == 0, step, counts[3])
     more = ops.concatenate([seen[None], flags], axis=0)
-    return ops.concatenate([counts[:3] + more, first[None]], axis=0)
+    last = ops.maximum(counts[4], step)
+    return ops.concatenate([counts[:3] + more, first[None], last[None]], axis=0)
 
 
 def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
@@ -43,12 +44,26 @@ def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
     columns = zip(variables, *ops.convert_to_numpy(counts).tolist(), strict=True)
     lines = [
         NonfiniteGradient(
-            path=getattr(variable, "path", variable.name),
+            path=_path(variable),
             count=count,
             first_step=first,
             kind=", ".join(k for k, n in (("inf", infinite), ("nan", nan)) if n),
         )
-        for variable, count, infinite, nan, first in columns
+        for variable, count, infinite, nan, first, _ in columns
         if count
     ]
     return sorted(lines, key=lambda line: -line.count)
+
+
+def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
+    """Returns the paths of those concerned by the last such step, in their order."""
+    last = ops.convert_to_numpy(counts)[4].tolist()
+    return [
+        _path(variable)
+        for variable, step in zip(variables, last, strict=True)
+        if step and step == max(last)
+    ]
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)

@@ -35,6 +35,7 @@ LAYERS = [
         "loss_scale_optimizer",
         "optimizer_log",
         "policies",
+        "skip_watch",
     ],
     # models that exist already
     ["conversion"],

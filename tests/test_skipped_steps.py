@@ -1,5 +1,7 @@
 """In `fit`, a skipped step never happened."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -53,15 +55,22 @@ def poisoned(at, batch_size=8):
         yield X[rows], Y[rows]
 
 
+def fitted(model, at, **kwargs):
+    """Trains for one epoch; broken steps are warned of."""
+    warns = pytest.warns(UserWarning, match="whatever the loss scale")
+    with warns if at else contextlib.nullcontext():
+        return model.fit(
+            poisoned(at),
+            steps_per_epoch=len(X) // 8 + len(at),
+            verbose=0,
+            shuffle=False,
+            **kwargs,
+        )
+
+
 def trained(at, **kwargs):
     model = model_under(**kwargs)
-    history = model.fit(
-        poisoned(at),
-        steps_per_epoch=len(X) // 8 + len(at),
-        epochs=1,
-        verbose=0,
-        shuffle=False,
-    )
+    history = fitted(model, at)
     inner = model.optimizer.inner_optimizer
     return model, history, values(model.variables + inner.variables)
 
@@ -86,9 +95,7 @@ def test_no_batch_log_shows_a_skipped_step(mode):
     logs = Logs()
     logs.seen = []
     model = model_under(**MODES[mode])
-    model.fit(
-        poisoned((0, 3)), steps_per_epoch=8, verbose=0, shuffle=False, callbacks=[logs]
-    )
+    fitted(model, (0, 3), callbacks=[logs])
     assert all(np.isfinite(v) for log in logs.seen for v in log.values())
     assert logs.seen[4] == logs.seen[3]  # The skipped step, and the one before.
 
@@ -96,13 +103,7 @@ def test_no_batch_log_shows_a_skipped_step(mode):
 def test_a_callback_that_ends_training_on_nan_sees_none():
     model = model_under()
     terminate = keras.callbacks.TerminateOnNaN()
-    model.fit(
-        poisoned((0, 3)),
-        steps_per_epoch=8,
-        verbose=0,
-        shuffle=False,
-        callbacks=[terminate],
-    )
+    fitted(model, (0, 3), callbacks=[terminate])
     assert int(model.optimizer.iterations) == 6
 
 
@@ -120,3 +121,60 @@ def test_an_overflow_of_the_scale_alone_lowers_it(mode):
     model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
     assert int(model.optimizer.skipped_steps) > 0
     assert float(model.optimizer.loss_scale) < 2.0**24
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fit_whose_every_step_is_skipped_changes_nothing(mode):
+    # Keras' finalization would write the averages, still zero, into the weights.
+    model = model_under(**MODES[mode])
+    kept = model.trainable_variables + model.layers[1].non_trainable_variables
+    before = values(kept)
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        model.fit(np.full_like(X, np.inf), Y, batch_size=8, verbose=0)
+    assert same_bits(before, values(kept))
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_swapping_averages_in_survives_a_fit_whose_every_step_is_skipped():
+    model = model_under()
+    before = values(model.trainable_variables)
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        model.fit(np.full_like(X, np.inf), Y, batch_size=8, verbose=0, callbacks=[swap])
+    assert same_bits(before, values(model.trainable_variables))
+
+
+def test_one_bad_sample_in_each_of_200_epochs_keeps_the_scale_and_learns():
+    x, y = X[:16].copy(), Y[:16]
+    model = model_under()
+    untrained = model.evaluate(x, y, verbose=0)[0]
+    x[9, 2] = np.nan
+    with pytest.warns(UserWarning, match="skipped steps were broken"):
+        model.fit(x, y, batch_size=8, epochs=200, verbose=0, shuffle=False)
+    assert int(model.optimizer.skipped_steps) == 200
+    assert float(model.optimizer.loss_scale) == 256.0
+    assert model.evaluate(x[:8], y[:8], verbose=0)[0] < 0.2 * untrained
+
+
+def test_the_history_says_how_many_steps_were_skipped():
+    monitor = keras_mp.callbacks.LossScaleMonitor()
+    history = fitted(model_under(), (0, 3), callbacks=[monitor]).history
+    assert history["skipped_steps"] == [2] and history["loss_scale"] == [256.0]
+
+
+@pytest.mark.parametrize("bad", [1, 37, 99])
+def test_the_logs_stay_finite_when_one_batch_in_a_hundred_overflows(bad):
+    x = np.tile(X[:8], (100, 1))
+    x[8 * bad] = 2.0**120  # Finite, and its activations in float16 are not.
+    model = model_under()
+    with pytest.warns(UserWarning, match="1 of 1 skipped steps"):
+        history = model.fit(
+            x,
+            np.tile(Y[:8], (100, 1)),
+            batch_size=8,
+            epochs=1,
+            verbose=0,
+            shuffle=False,
+        )
+    assert all(np.isfinite(v) for column in history.history.values() for v in column)
+    assert int(model.optimizer.iterations) == 99

@@ -1,9 +1,10 @@
 """The only place that imports a framework.
 
-`engine` is the module for the backend Keras runs on. Each engine has the same eleven
+`engine` is the module for the backend Keras runs on. Each engine has the same twelve
 functions:
 
     is_tracing()                      inside a function being compiled?
+    outside_trace()                   where variables are given their first values
     refuse_baking(what, remedy)       error where a variable's value would be frozen
     unscale(grads, inverse_scale)     float32 gradients
     poison(grads)                     what is not finite becomes nan

@@ -1,5 +1,6 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "none_of",
     "nonfinite",
     "optimizer_values",
+    "outside_trace",
     "poison",
     "refuse_baking",
     "undo_skipped",
@@ -33,6 +35,11 @@ def is_tracing() -> bool:
     # What jnp creates is a tracer only where a program is being recorded: jax.grad
     # outside jit computes such constants at once.
     return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def outside_trace() -> contextlib.AbstractContextManager:
+    """Where variables are given their first values; JAX creates none in a trace."""
+    return contextlib.nullcontext()
 
 
 def refuse_baking(what: str, remedy: str) -> None:

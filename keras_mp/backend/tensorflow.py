@@ -1,5 +1,6 @@
 """Loss scaling on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ __all__ = [
     "none_of",
     "nonfinite",
     "optimizer_values",
+    "outside_trace",
     "poison",
     "refuse_baking",
     "undo_skipped",
@@ -25,6 +27,11 @@ __all__ = [
 def is_tracing() -> bool:
     """Whether we are inside a tf.function that is being traced."""
     return not tf.executing_eagerly()
+
+
+def outside_trace() -> contextlib.AbstractContextManager:
+    """Where variables are given their first values: not at each step of a graph."""
+    return tf.init_scope()
 
 
 def refuse_baking(what: str, remedy: str) -> None:

@@ -1,5 +1,6 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = [
     "none_of",
     "nonfinite",
     "optimizer_values",
+    "outside_trace",
     "poison",
     "refuse_baking",
     "undo_skipped",
@@ -24,6 +26,11 @@ __all__ = [
 def is_tracing() -> bool:
     """Whether torch.compile is tracing us."""
     return torch.compiler.is_compiling()
+
+
+def outside_trace() -> contextlib.AbstractContextManager:
+    """Where variables are given their first values; torch is eager anyway."""
+    return contextlib.nullcontext()
 
 
 def refuse_baking(what: str, remedy: str) -> None:

@@ -1,0 +1,84 @@
+"""Tells the user of skipped steps that no loss scale can mend, and ends a training.
+
+Looking reads the device, which waits for the steps under way: so not at every step.
+"""
+
+import warnings
+from typing import Any
+
+from keras_mp.errors import TrainingDivergedError
+from keras_mp.loss_scale import LossScaleState, check_whole_number
+from keras_mp.nonfinite import newest
+
+# How many of the variables concerned a message names.
+NAMED = 3
+
+
+class SkipWatch:
+    """What was said of one optimizer's skipped steps so far.
+
+    Args:
+        max_consecutive_skips: skipped steps in a row after which to raise, or None.
+    """
+
+    def __init__(self, max_consecutive_skips: int | None) -> None:
+        if max_consecutive_skips is not None:
+            check_whole_number("max_consecutive_skips", max_consecutive_skips)
+        self.max_consecutive_skips = max_consecutive_skips
+        # `fit` looks once in so many steps.
+        self.interval = max_consecutive_skips or 100
+        self._warned = False
+        self._reported_skips = 0
+
+    def look(
+        self, state: LossScaleState, iterations: Any, counts: Any, variables: Any
+    ) -> None:
+        """Warns once of broken steps; raises after too many skips in a row.
+
+        Args:
+            state: the state of the loss scale, readable scalars.
+            iterations: how many steps were applied.
+            counts: the counts of `keras_mp.nonfinite`.
+            variables: the variables that they count for.
+
+        Raises:
+            TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those
+                that were reported are not held against a training that goes on.
+        """
+        skips, total = int(state.consecutive_skips), int(state.skipped_steps)
+        where = (
+            f"at step {int(iterations) + total} (loss scale {float(state.scale):g}; "
+            "variables whose gradients were not finite last: "
+        )
+        if (
+            self.max_consecutive_skips is not None
+            and min(skips, total - self._reported_skips) >= self.max_consecutive_skips
+        ):
+            self._reported_skips, self._warned = total, True
+            raise TrainingDivergedError(
+                f"{skips} steps in a row had gradients that are not finite, "
+                f"{where}{_some_of(newest(counts, variables))}), and "
+                f"max_consecutive_skips={self.max_consecutive_skips}. {_REMEDY}"
+            )
+        if int(state.broken_steps) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{int(state.broken_steps)} of {total} skipped steps were broken "
+                "whatever the loss scale: the loss itself, or gradients at the lowest "
+                f"scale, were not finite. Seen {where}"
+                f"{_some_of(newest(counts, variables))}). The scale was not lowered "
+                f"for them. {_REMEDY}",
+                stacklevel=2,
+            )
+
+
+_REMEDY = (
+    "Look for inputs or targets that are not finite, lower the learning rate, clip "
+    "gradients, or keep more layers in float32; `optimizer.nonfinite_report()` lists "
+    "all variables."
+)
+
+
+def _some_of(paths: list[str]) -> str:
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    return ", ".join(paths[:NAMED]) + more

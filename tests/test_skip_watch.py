@@ -1,0 +1,161 @@
+"""What the user is told of skipped steps that no loss scale can mend, and when."""
+
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, COMPILED, stateful_step, tensors, values
+
+import keras_mp
+
+NAN = np.float32(np.nan)
+BROKEN = [np.array([NAN, 1.0], "float32"), np.float32(1.0)]
+FINITE = [np.array([1.0, 1.0], "float32"), np.float32(1.0)]
+
+
+def make(**kwargs):
+    variables = [
+        keras.Variable(np.ones(2, "float32"), name="kernel"),
+        keras.Variable(np.float32(1), name="bias"),
+    ]
+    kwargs = {"initial_scale": 4.0, "min_scale": 4.0, **kwargs}
+    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(0.5), **kwargs)
+    optimizer.scale_loss(1.0)
+    return optimizer, variables
+
+
+def test_a_broken_step_is_told_once_with_the_variables_concerned():
+    optimizer, variables = make()
+    step = stateful_step(optimizer, variables, compiled=False)
+    step(FINITE)
+    with pytest.warns(UserWarning) as told:
+        step(BROKEN)
+        step(FINITE)
+        step(BROKEN)
+    (message,) = (str(w.message) for w in told if w.category is UserWarning)
+    assert "at step 2 " in message and "loss scale 4;" in message
+    assert "finite last: kernel)" in message and "bias" not in message
+    assert "lower the learning rate" in message
+
+
+def test_an_overflow_that_a_lower_scale_may_mend_is_not_told():
+    optimizer, variables = make(min_scale=1.0)
+    stateful_step(optimizer, variables, compiled=False)(BROKEN)
+    assert float(optimizer.loss_scale) == 2.0
+
+
+def test_a_loss_that_is_not_finite_is_told():
+    optimizer, variables = make(min_scale=1.0)
+    step = stateful_step(optimizer, variables, compiled=False)
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        step(BROKEN, np.float32(np.inf))
+    assert float(optimizer.loss_scale) == 4.0
+
+
+def test_a_long_list_of_variables_is_cut():
+    optimizer, _ = make()
+    variables = [keras.Variable(np.float32(1), name=f"v{i}") for i in range(9)]
+    with pytest.warns(UserWarning, match=re.escape("last: v0, v1, v2 and 6 more)")):
+        optimizer.apply(tensors([NAN] * 9), variables)
+
+
+@pytest.mark.parametrize("compiled", [c for c in COMPILED if c])
+def test_a_compiled_loop_is_told_when_it_asks(compiled):
+    optimizer, variables = make(max_consecutive_skips=2)
+    step = stateful_step(optimizer, variables, compiled)
+    step(BROKEN)
+    with pytest.warns(UserWarning, match="finite last: kernel"):
+        optimizer.raise_if_diverged()
+    optimizer.raise_if_diverged()
+    step(BROKEN)
+    state = [v.value for v in optimizer.variables]
+    with pytest.raises(keras_mp.TrainingDivergedError) as error:
+        optimizer.raise_if_diverged(state)
+    for part in ("2 steps in a row", "at step 2 ", "loss scale 4;", "kernel", "clip"):
+        assert part in str(error.value)
+
+
+def test_fit_looks_once_in_a_hundred_steps_and_at_the_end(monkeypatch):
+    looks = []
+    original = keras_mp.LossScaleOptimizer.raise_if_diverged
+
+    def counting(self, *args):
+        looks.append(1)
+        original(self, *args)
+
+    monkeypatch.setattr(keras_mp.LossScaleOptimizer, "raise_if_diverged", counting)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras_mp.LossScaleOptimizer("sgd", initial_scale=8.0), "mse")
+    model.fit(np.ones((250, 1)), np.ones((250, 1)), batch_size=1, verbose=0)
+    assert len(looks) == 3
+
+
+def test_fit_tells_of_broken_steps_before_it_ends():
+    class LastBatch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.batch = batch
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    x, last = np.ones((250, 1)), LastBatch()
+    x[3] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(UserWarning, match="1 of 1 skipped steps"):
+            model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[last])
+    assert last.batch == 99
+
+
+def test_the_report_counts_infinities_and_nans_of_each_variable():
+    optimizer, variables = make(min_scale=1.0)
+    step = stateful_step(optimizer, variables, compiled=False)
+    step(FINITE)
+    step([np.array([np.inf, 1.0], "float32"), np.float32(1.0)])
+    step([np.array([NAN, np.inf], "float32"), np.float32(np.inf)])
+    kernel, bias = optimizer.nonfinite_report()
+    assert kernel == ("kernel", 2, 2, "inf, nan")
+    # An infinity beside a nan in one gradient counts as a nan.
+    assert bias == ("bias", 1, 3, "inf")
+    assert kernel.path == "kernel" and bias.first_step == 3
+    assert values([optimizer.skip_counter])[0] == 2
+
+
+def test_the_report_needs_a_built_optimizer():
+    with pytest.raises(ValueError, match="built"):
+        keras_mp.LossScaleOptimizer("sgd").nonfinite_report()
+
+
+def test_variables_of_another_order_are_counted_in_their_place():
+    optimizer, variables = make(min_scale=1.0)
+    optimizer.build(variables)
+    optimizer.apply(tensors([np.float32(np.inf)]), variables[1:])
+    assert [line.path for line in optimizer.nonfinite_report()] == ["bias"]
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a stateless loop of JAX")
+def test_a_stateless_loop_puts_back_what_a_skipped_step_changed():
+    import jax
+
+    optimizer, variables = make()
+    optimizer.build(variables)
+
+    @jax.jit
+    def step(state, grads, trainable, statistics):
+        trainable, state = optimizer.stateless_apply(state, grads, trainable)
+        after = {"mean": statistics["mean"] + grads[0], "n": statistics["n"] + 1}
+        return (
+            trainable,
+            state,
+            optimizer.stateless_undo_skipped(state, statistics, after),
+        )
+
+    trainable = [v.value for v in variables]
+    state = [v.value for v in optimizer.variables]
+    before = {"mean": jax.numpy.array([0.1, -0.0]), "n": jax.numpy.int32(3)}
+    trainable, state, kept = step(state, tensors(BROKEN), trainable, before)
+    assert values(kept.values())[0].tobytes() == values(before.values())[0].tobytes()
+    assert int(kept["n"]) == 3
+    _, _, moved = step(state, tensors(FINITE), trainable, before)
+    assert int(moved["n"]) == 4
