@@ -33,7 +33,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     The loss is multiplied by the scale before the backward pass, the gradients by its
     reciprocal, in float32, after it. A step whose gradients are not all finite is
-    skipped. The scale follows `LossScaleRule`.
+    skipped; if the inner optimizer accumulates gradients, that micro-batch alone is
+    lost, and the next ones fill its window. The scale follows `LossScaleRule`.
 
     In `fit` there is nothing to do: `compile` wraps the optimizer of a model that
     computes in float16. In a loop of your own:
