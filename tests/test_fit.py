@@ -15,8 +15,10 @@ RNG = np.random.default_rng(0)
 # Small enough for gradients times 32768 to fit in float16.
 X = RNG.normal(scale=0.5, size=(48, 3)).astype("float32")
 Y = X @ np.array([[0.5], [-0.5], [0.25]], "float32") + 0.1
+# One infinity an example: tanh makes it 1, so that the loss is finite whatever the
+# weights, and the gradient of the first kernel is inf * 0.
 POISONED = X.copy()
-POISONED[:8] = np.inf
+POISONED[:8, 0] = np.inf
 
 # What compile takes to run a step in each of the ways there are.
 WAYS = {
