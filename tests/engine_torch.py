@@ -1,6 +1,6 @@
 """Steps in several processes of torch, printed as JSON; see `processes`.
 
-python engine_torch.py loop|parallel|fit
+python engine_torch.py loop|train
 """
 
 import json
@@ -118,12 +118,14 @@ if __name__ == "__main__":
             for how in ("reduced", "local")
         }
     else:
-        train = {"parallel": parallel, "fit": fit}[sys.argv[1]]
         result = {
-            # At the scale that the others come to after their first step.
-            "clean": trained(train, None, 128.0),
-            "first": trained(train, 0, 256.0),
-            "last": trained(train, distributed.get_world_size() - 1, 256.0),
+            train.__name__: {
+                # At the scale that the others come to after their first step.
+                "clean": trained(train, None, 128.0),
+                "first": trained(train, 0, 256.0),
+                "last": trained(train, distributed.get_world_size() - 1, 256.0),
+            }
+            for train in (parallel, fit)
         }
     print(json.dumps(result))
     distributed.destroy_process_group()

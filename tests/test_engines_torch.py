@@ -1,5 +1,6 @@
 """In several processes of torch: one skips, all skip, and all go on alike."""
 
+import functools
 import json
 
 import processes
@@ -11,6 +12,7 @@ if BACKEND != "torch":
     pytest.skip("engines of torch", allow_module_level=True)
 
 
+@functools.cache
 def run(command):
     return processes.run("engine_torch.py", command, processes=2, OMP_NUM_THREADS="1")
 
@@ -24,10 +26,10 @@ def test_every_sequence_of_steps_follows_the_oracle_to_the_bit():
 
 
 @pytest.mark.parametrize(
-    "command", ["parallel", "fit"], ids=["DistributedDataParallel", "fit"]
+    "how", ["parallel", "fit"], ids=["DistributedDataParallel", "fit"]
 )
-def test_training_forgets_a_step_that_one_process_makes_all_skip(command):
-    first, last = run(command)
+def test_training_forgets_a_step_that_one_process_makes_all_skip(how):
+    first, last = (result[how] for result in run("train"))
     for result in (first, last):
         clean = result["clean"]
         assert (clean["scale"], clean["skipped"]) == (128.0, 0)
