@@ -15,8 +15,10 @@ RNG = np.random.default_rng(0)
 # Small enough for gradients times 32768 to fit in float16.
 X = RNG.normal(scale=0.5, size=(48, 3)).astype("float32")
 Y = X @ np.array([[0.5], [-0.5], [0.25]], "float32") + 0.1
+# One infinity an example: tanh makes it 1, so that the loss is finite whatever the
+# weights, and the gradient of the first kernel is inf * 0.
 POISONED = X.copy()
-POISONED[:8] = np.inf
+POISONED[:8, 0] = np.inf
 
 # What compile takes to run a step in each of the ways there are.
 WAYS = {
@@ -211,12 +213,11 @@ def test_a_train_step_is_the_users_own_again_after_fit():
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(how):
     model = regression("mixed_float16")
     model.compile(keras.optimizers.SGD(0.1), "mse", **how)
-    with pytest.warns(UserWarning, match="1 of 1 skipped steps"):
-        fit(model, POISONED)
+    fit(model, POISONED)
     optimizer = model.optimizer
     assert int(optimizer.skipped_steps) == 1
     assert int(optimizer.iterations) == int(optimizer.step_counter) == 5
-    assert float(optimizer.loss_scale) == 2.0**15
+    assert float(optimizer.loss_scale) == 2.0**14
     # As if the poisoned batch had not been there.
     reference = regression("float32")
     reference.compile(keras.optimizers.SGD(0.1), "mse")
@@ -275,8 +276,7 @@ def test_skips_that_are_not_in_a_row_stop_nothing():
     optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2)
     model = regression("mixed_float16")
     model.compile(optimizer, "mse")
-    with pytest.warns(UserWarning, match="1 of 1 skipped steps"):
-        fit(model, POISONED, epochs=3)
+    fit(model, POISONED, epochs=3)
     assert int(optimizer.skipped_steps) == 3
 
 

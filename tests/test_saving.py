@@ -33,9 +33,11 @@ def regression(policy="mixed_float16", depth=1, **compile_arguments):
 
 
 def train(model, steps=3):
-    """`steps` steps, the second of them poisoned."""
+    """`steps` steps, the second of them poisoned: its gradients, not its loss."""
     for step in range(steps):
-        x = np.full_like(X[:8], np.inf) if step == 1 else X[8 * (step % 3) :][:8]
+        x = X[8 * (step % 3) :][:8].copy()
+        if step == 1:
+            x[:, 0] = np.inf  # tanh makes it 1, whatever the weights.
         model.train_on_batch(x, Y[8 * (step % 3) :][:8])
     return model
 

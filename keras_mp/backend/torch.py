@@ -1,7 +1,7 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
 import contextlib
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,21 +60,27 @@ def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
 
     In any process: summed over all of them before anyone decides.
     """
-    device = next(g for g in grads if g is not None).device
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    # torch's maximum is nan wherever one of its elements is.
-    largest = torch.stack(
-        [
-            zero if g is None or not g.numel() else g.abs().max().to(torch.float64)
-            for g in grads
-        ]
+    present = [g for g in grads if g is not None]
+    # float64 only where there is some: Apple's GPUs have none.
+    wide = functools.reduce(
+        torch.promote_types, (g.dtype for g in present), torch.float32
     )
-    flags = torch.stack([torch.isinf(largest), torch.isnan(largest)])
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count = flags.to(torch.float32)
-        torch.distributed.all_reduce(count)
-        flags = count > 0
-    return flags
+    zero = torch.zeros((), dtype=wide, device=present[0].device)
+    # torch's maximum is nan wherever one of its elements is. A model may be spread
+    # over several devices: gradients and loss meet on the first gradient's.
+    largest = torch.stack(
+        [zero if g is None or not g.numel() else g.abs().max().to(zero) for g in grads]
+    )
+    return _in_any_process(torch.stack([torch.isinf(largest), torch.isnan(largest)]))
+
+
+def _in_any_process(flags: torch.Tensor) -> torch.Tensor:
+    """Which flags are set in any process: all of them come here at the same step."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return flags
+    count = flags.to(torch.float32)
+    torch.distributed.all_reduce(count)
+    return count > 0
 
 
 def none_of(flags: torch.Tensor) -> torch.Tensor:
@@ -125,7 +131,11 @@ def undo_skipped(
         logs = step(data)
         if int(optimizer.skip_counter.value) == count:
             return logs
-        if not math.isfinite(logs.get("loss", 0.0)):
+        # All processes have skipped, so all are here to tell each other of their loss.
+        loss = torch.as_tensor(
+            logs.get("loss", 0.0), device=optimizer.dynamic_scale.value.device
+        )
+        if _in_any_process(~torch.isfinite(loss)):
             blameless = optimizer.state_after_broken_step(own)
             for variable, value in zip(
                 optimizer.state_variables, blameless, strict=True
