@@ -349,6 +349,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         engine.refuse_baking("apply", "stateless_apply")
+        engine.check_strategy(self.variables, self.built)
         if trainable_variables is None and not self.built:
             raise ValueError(
                 "`trainable_variables` must be given to an optimizer that is not "

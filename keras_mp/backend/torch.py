@@ -1,5 +1,6 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +9,12 @@ import torch
 
 __all__ = [
     "build",
+    "check_strategy",
     "is_tracing",
     "make_train_function",
     "none_of",
     "nonfinite",
+    "optimizer_scope",
     "optimizer_values",
     "poison",
     "refuse_baking",
@@ -28,6 +31,15 @@ def is_tracing() -> bool:
 
 def refuse_baking(what: str, remedy: str) -> None:
     """Nothing to refuse: a compiled function reads a tensor anew at each call."""
+
+
+def check_strategy(variables: Sequence[Any], built: bool) -> None:
+    """Nothing to check: only TensorFlow has strategies."""
+
+
+def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
+    """No scope: only TensorFlow has strategies."""
+    return contextlib.nullcontext()
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
