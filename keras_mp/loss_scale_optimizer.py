@@ -190,16 +190,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if optimizer_variables is not None
             else ((id(v), v.value) for v in self.variables)
         )
-        skips = int(values[id(self.consecutive_skip_counter)])
-        total = int(values[id(self.skip_counter)])
+
+        def number(variable: keras.Variable) -> Any:
+            # A variable with a value on each of TensorFlow's replicas has no `int`.
+            return ops.convert_to_numpy(values[id(variable)]).item()
+
+        skips = number(self.consecutive_skip_counter)
+        total = number(self.skip_counter)
         # Skips that were reported are not held against a training that goes on.
         if min(skips, total - self._reported_skips) >= self.max_consecutive_skips:
             self._reported_skips = total
             raise TrainingDivergedError(
                 f"{skips} steps in a row had gradients that are not finite "
                 f"(max_consecutive_skips={self.max_consecutive_skips}); steps applied "
-                f"before: {int(values[id(self.inner_optimizer._iterations)])}, loss "
-                f"scale: {float(values[id(self.dynamic_scale)]):g}. Look for inputs or "
+                f"before: {number(self.inner_optimizer._iterations)}, loss "
+                f"scale: {number(self.dynamic_scale):g}. Look for inputs or "
                 "a loss that are not finite, lower the learning rate, clip gradients, "
                 "or keep more layers in float32."
             )
