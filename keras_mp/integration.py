@@ -140,9 +140,10 @@ def _scale_optimizer(model: Any) -> None:
     optimizer = model.optimizer
     if _needs_scaling(model, optimizer):
         # Compiled with the same optimizer again, a model keeps scale and moments.
-        optimizer = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
-        if model.optimizer.built and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        with engine.optimizer_scope(model):
+            optimizer = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
+            if model.optimizer.built and not optimizer.built:
+                optimizer.build(model.trainable_variables)
         _set_optimizer(model, optimizer)
     optimizer_log.note(model.optimizer)
 

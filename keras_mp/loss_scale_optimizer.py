@@ -210,7 +210,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().finalize_variable_values(var_list)
             return
         # Before the first applied step the averages of `use_ema` average nothing.
-        if int(self.inner_optimizer._iterations.value):
+        if int(ops.convert_to_tensor(self.inner_optimizer._iterations)):
             super().finalize_variable_values(var_list)
         self.raise_if_diverged()
 
@@ -355,6 +355,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         engine.refuse_baking("apply", "stateless_apply")
+        engine.check_strategy(self.variables, self.built)
         if trainable_variables is None and not self.built:
             raise ValueError(
                 "`trainable_variables` must be given to an optimizer that is not "

@@ -6,6 +6,8 @@ Looking reads the device, which waits for the steps under way: so not at every s
 import warnings
 from typing import Any
 
+from keras import ops
+
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scale import LossScaleState, check_whole_number
 from keras_mp.nonfinite import newest
@@ -45,9 +47,12 @@ class SkipWatch:
             TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those
                 that were reported are not held against a training that goes on.
         """
+        # Of a variable with a value on each of TensorFlow's replicas, one value.
+        state = LossScaleState(*(ops.convert_to_tensor(value) for value in state))
         skips, total = int(state.consecutive_skips), int(state.skipped_steps)
+        steps = int(ops.convert_to_tensor(iterations)) + total
         where = (
-            f"at step {int(iterations) + total} (loss scale {float(state.scale):g}; "
+            f"at step {steps} (loss scale {float(state.scale):g}; "
             "variables whose gradients were not finite last: "
         )
         if (

@@ -5,6 +5,15 @@ import pytest
 
 import keras_mp
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    # Four replicas for tf.distribute. TensorFlow wants to know before its first step.
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 4,
+    )
+
 
 @pytest.fixture(autouse=True)
 def fresh_keras():

@@ -1,11 +1,13 @@
 """The only place that imports a framework.
 
-`engine` is the module for the backend Keras runs on. Each engine has the same twelve
+`engine` is the module for the backend Keras runs on. Each engine has the same fourteen
 functions:
 
     is_tracing()                      inside a function being compiled?
     outside_trace()                   where variables are given their first values
     refuse_baking(what, remedy)       error where a variable's value would be frozen
+    check_strategy(variables, built)  error where replicas would not agree
+    optimizer_scope(model)            where its optimizer's variables are created
     unscale(grads, inverse_scale)     float32 gradients
     poison(grads)                     what is not finite becomes nan
     nonfinite(grads)                  which hold an infinity, which a nan

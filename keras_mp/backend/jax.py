@@ -12,10 +12,12 @@ from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
     "build",
+    "check_strategy",
     "is_tracing",
     "make_train_function",
     "none_of",
     "nonfinite",
+    "optimizer_scope",
     "optimizer_values",
     "outside_trace",
     "poison",
@@ -50,6 +52,15 @@ def refuse_baking(what: str, remedy: str) -> None:
             "loss scale would be baked into the program and never move again. "
             f"Call `{remedy}` instead."
         )
+
+
+def check_strategy(variables: Sequence[Any], built: bool) -> None:
+    """Nothing to check: only TensorFlow has strategies."""
+
+
+def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
+    """No scope: only TensorFlow has strategies."""
+    return contextlib.nullcontext()
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:

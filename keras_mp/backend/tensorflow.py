@@ -10,10 +10,12 @@ from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
     "build",
+    "check_strategy",
     "is_tracing",
     "make_train_function",
     "none_of",
     "nonfinite",
+    "optimizer_scope",
     "optimizer_values",
     "outside_trace",
     "poison",
@@ -36,6 +38,41 @@ def outside_trace() -> contextlib.AbstractContextManager:
 
 def refuse_baking(what: str, remedy: str) -> None:
     """Nothing to refuse: a traced function reads a tf.Variable anew at each call."""
+    return  # AutoGraph warns of a function that is a docstring alone.
+
+
+def check_strategy(variables: Sequence[Any], built: bool) -> None:
+    """Raises where replicas would disagree on the optimizer's variables."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise ValueError(
+            "The optimizer must be applied in a replica context: call it within "
+            "`strategy.run`. Received: a call in a cross-replica context."
+        )
+    if context.num_replicas_in_sync == 1:
+        return
+    # One variable for all replicas would be moved once by each of them.
+    mirrored = context.strategy.extended.variable_created_in_scope
+    for variable in variables:
+        if not mirrored(variable.value):
+            raise ValueError(
+                "The optimizer must be created, and built, within "
+                f"`strategy.scope()`. Received: its variable {variable.path} was "
+                "created outside."
+            )
+    if not built and is_tracing():
+        raise ValueError(
+            "The optimizer must be built before a tf.function calls `strategy.run`. "
+            "Received: one that is not. Within `strategy.scope()` call "
+            "`optimizer.build(variables)`."
+        )
+
+
+def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
+    """Where the variables of a model's optimizer are created: its strategy's scope."""
+    if tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    return model.distribute_strategy.scope()
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
@@ -68,25 +105,22 @@ def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
 
 
 def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
-    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads)).
+    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
+    largest = tf.stack([_largest_bits(g) for g in grads])
+    return _on_any_replica(tf.stack([largest == _INFINITY, largest > _INFINITY]))
 
-    On any replica: summed over all of them before anyone decides, and outside of any
-    branch. Replicas that disagreed would wait for each other for ever.
+
+def _on_any_replica(flags: tf.Tensor) -> tf.Tensor:
+    """Whether a flag is set on any replica.
+
+    Summed over all of them before anyone decides, and outside of any branch. Replicas
+    that disagreed would wait for each other for ever.
     """
     context = tf.distribute.get_replica_context()
-    if context is None:
-        raise ValueError(
-            "The optimizer must be applied in a replica context: call it within "
-            "`strategy.run`. Received: a call in a cross-replica context."
-        )
-    largest = tf.stack([_largest_bits(g) for g in grads])
-    flags = tf.stack([largest == _INFINITY, largest > _INFINITY])
-    if context.num_replicas_in_sync > 1:
-        count = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, tf.cast(flags, tf.float32)
-        )
-        flags = count > 0
-    return flags
+    if context.num_replicas_in_sync == 1:
+        return flags
+    count = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(flags, tf.float32))
+    return count > 0
 
 
 def _largest_bits(grad: Any) -> tf.Tensor:
@@ -161,7 +195,8 @@ def undo_skipped(
         count = tf.identity(skips)
         logs = step(data)
         skipped = skips > count
-        broken = skipped & ~tf.math.is_finite(logs.get("loss", 0.0))
+        # The loss of a replica's own share of the batch.
+        broken = skipped & _on_any_replica(~tf.math.is_finite(logs.get("loss", 0.0)))
         for variable, value in zip(own, blameless, strict=True):
             variable.assign(tf.where(broken, value, variable))
         for variable, value in zip(variables.values(), before, strict=True):

@@ -9,10 +9,12 @@ import torch
 
 __all__ = [
     "build",
+    "check_strategy",
     "is_tracing",
     "make_train_function",
     "none_of",
     "nonfinite",
+    "optimizer_scope",
     "optimizer_values",
     "outside_trace",
     "poison",
@@ -35,6 +37,15 @@ def outside_trace() -> contextlib.AbstractContextManager:
 
 def refuse_baking(what: str, remedy: str) -> None:
     """Nothing to refuse: a compiled function reads a tensor anew at each call."""
+
+
+def check_strategy(variables: Sequence[Any], built: bool) -> None:
+    """Nothing to check: only TensorFlow has strategies."""
+
+
+def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
+    """No scope: only TensorFlow has strategies."""
+    return contextlib.nullcontext()
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:

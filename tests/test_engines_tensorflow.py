@@ -1,0 +1,416 @@
+"""Loss scaling under tf.distribute: all replicas skip, or none."""
+
+import functools
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, same_bits
+from step_sequences import SEQUENCES
+
+import keras_mp
+
+if BACKEND != "tensorflow":
+    pytest.skip("tf.distribute is TensorFlow's", allow_module_level=True)
+
+import engine_tensorflow
+import tensorflow as tf
+from engine_tensorflow import local_values, trace
+
+
+@functools.cache
+def mirrored(replicas):
+    # TensorFlow's collectives know one group of replicas in a process, once.
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        tf.distribute.ReductionToOneDevice() if replicas != 2 else None,
+    )
+
+
+# A loop of one's own -------------------------------------------------------------
+
+GRAPH = [name for name in SEQUENCES if name != "accumulated"]
+CASES = [
+    *((name, 2, "compiled") for name in GRAPH),
+    ("inf", 4, "compiled"),
+    ("broken on the first replica", 4, "compiled"),
+    ("sparse", 4, "compiled"),
+    ("clipped by value", 4, "compiled"),
+    ("nan", 2, "eager"),
+    ("sparse", 2, "eager"),
+    ("accumulated", 2, "eager"),
+]
+
+
+@pytest.mark.parametrize("name, replicas, mode", CASES)
+def test_every_replica_follows_the_oracle_to_the_bit(name, replicas, mode):
+    sequence = SEQUENCES[name]
+    traces = trace(mirrored(replicas), sequence, mode == "compiled")
+    assert traces == [sequence.expected()] * replicas
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """What two processes print that train together: a dict each."""
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ports.append(str(server.getsockname()[1]))
+    script = str(pathlib.Path(__file__).with_name("engine_tensorflow.py"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(index), *ports],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        # Processes that disagree would wait for each other for ever.
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-2000:]
+    return [json.loads(output) for output, _ in outputs]
+
+
+@pytest.mark.parametrize("mode", engine_tensorflow.WORKERS)
+def test_every_process_follows_the_oracle_to_the_bit(mode, workers):
+    for name in engine_tensorflow.WORKERS[mode]:
+        expected = json.loads(json.dumps(SEQUENCES[name].expected()))
+        for traces in workers:
+            assert traces[f"{mode}: {name}"] == expected, name
+
+
+def variable_and_optimizer(strategy, inner=keras.optimizers.SGD, **kwargs):
+    with strategy.scope():
+        variable = keras.Variable([[1.0, 2.0], [3.0, 4.0]])
+        optimizer = keras_mp.LossScaleOptimizer(inner(), initial_scale=8.0, **kwargs)
+        optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    return variable, optimizer
+
+
+def test_sparse_gradients_reach_the_inner_optimizer_sparse():
+    seen = []
+
+    class Watching(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            seen.append(type(gradient))
+            super().update_step(gradient, variable, learning_rate)
+
+    strategy = mirrored(2)
+    variable, optimizer = variable_and_optimizer(strategy, Watching)
+    sparse = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([2, 2]))
+    tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([sparse], [variable])),
+        autograph=False,
+    )()
+    assert set(seen) == {tf.IndexedSlices}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_moving_average_of_weights_stands_still_in_a_skipped_step(compiled):
+    strategy = mirrored(2)
+    variable, optimizer = variable_and_optimizer(
+        strategy, lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+    )
+    state = [variable, *optimizer.inner_optimizer.variables]
+
+    def step(grad):
+        strategy.run(lambda: optimizer.apply([grad], [variable]))
+
+    if compiled:
+        step = tf.function(step, autograph=False)
+    states = []
+    for value in (1.0, float("inf"), 1.0):
+        step(tf.fill((2, 2), value))
+        states.append(local_values(strategy, state))
+        assert same_bits(*states[-1])  # The two replicas.
+    assert same_bits(states[0][1], states[1][1])
+    assert not same_bits(states[1][1], states[2][1])
+
+
+def test_skips_in_a_row_end_an_eager_loop():
+    strategy = mirrored(2)
+    variable, optimizer = variable_and_optimizer(strategy, max_consecutive_skips=2)
+
+    def step():
+        bad = tf.fill((2, 2), float("nan"))
+        strategy.run(lambda: optimizer.apply([bad], [variable]))
+
+    step()
+    with pytest.raises(keras_mp.errors.TrainingDivergedError, match="2 steps in a row"):
+        step()
+
+
+# What cannot be ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_applied_outside_of_run_the_error_names_run(compiled):
+    strategy = mirrored(2)
+    variable, optimizer = variable_and_optimizer(strategy)
+    step = lambda: optimizer.apply([tf.ones((2, 2))], [variable])  # noqa: E731
+    if compiled:
+        step = tf.function(step, autograph=False)
+    with strategy.scope(), pytest.raises(ValueError, match=r"within `strategy\.run`"):
+        step()
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_an_optimizer_created_outside_of_the_scope_is_refused(built):
+    # Each replica would move its one scale and its one set of slots.
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.5))
+    if built:
+        optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    with pytest.raises(ValueError, match=r"created, and built, within `strategy\.sco"):
+        strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))
+
+
+def test_an_optimizer_built_outside_of_the_scope_is_refused():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    with pytest.raises(ValueError, match=r"created, and built, within `strategy\.sco"):
+        strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))
+
+
+def test_an_optimizer_that_a_compiled_step_would_build_is_refused():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.scale_loss(1.0)
+    step = tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable])),
+        autograph=False,
+    )
+    with pytest.raises(ValueError, match="must be built before"):
+        step()
+
+
+def test_tensorflow_compiles_no_mirrored_variable_of_cpus_with_xla():
+    # So gradients may be XLA's, and `apply` stands outside of them.
+    strategy = mirrored(2)
+    variable, optimizer = variable_and_optimizer(strategy)
+    step = tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([tf.ones((2, 2))], [variable])),
+        jit_compile=True,
+        autograph=False,
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different_device"):
+        step()
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, keras_mp.LossScaleOptimizer])
+def test_tensorflow_accumulates_no_gradients_in_a_compiled_step(wrap):
+    # Keras branches on each replica, with or without us.
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = wrap(keras.optimizers.SGD(gradient_accumulation_steps=2))
+        optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    step = tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable])),
+        autograph=False,
+    )
+    with pytest.raises(RuntimeError, match="merge_call"):
+        step()
+
+
+# fit -----------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 4)).astype("float32")
+Y = (X[:, :1] * 2 - X[:, 1:2]).astype("float32")
+BATCH = 8
+FIT_MODES = {"compiled": {}, "eager": dict(run_eagerly=True)}
+
+
+def fitted_model(strategy, scale=256.0, max_consecutive_skips=None, **kwargs):
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope("mixed_float16"), strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(8, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = keras_mp.LossScaleOptimizer(
+            keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
+            initial_scale=scale,  # At 256 nothing overflows by itself.
+            max_consecutive_skips=max_consecutive_skips,
+        )
+        model.compile(optimizer, "mse", metrics=["mae"], **kwargs)
+    return model
+
+
+def poisoned(at, sample):
+    """The data, with a batch put in before each index of `at`, one sample of it inf."""
+    xs, ys = [], []
+    for index in range(len(X) // BATCH):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        if index in at:
+            bad = X[rows].copy()
+            bad[sample] = np.inf
+            xs.append(bad)
+            ys.append(Y[rows])
+        xs.append(X[rows])
+        ys.append(Y[rows])
+    return np.concatenate(xs), np.concatenate(ys)
+
+
+def trained(replicas, at, sample=0, **kwargs):
+    """A model, its history, and its variables on each replica."""
+    strategy = mirrored(replicas)
+    model = fitted_model(strategy, **kwargs)
+    x, y = poisoned(at, sample)
+    history = model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False)
+    variables = model.variables + model.optimizer.inner_optimizer.variables
+    return model, history.history, local_values(strategy, variables)
+
+
+def scaling_states(model, strategy=None):
+    strategy = strategy or model.distribute_strategy
+    return [
+        [v.item() for v in state]
+        for state in local_values(strategy, model.optimizer.state_variables)
+    ]
+
+
+# The samples of a batch are dealt out in order: the first replica has the first.
+@pytest.mark.parametrize("sample", [0, BATCH - 1])
+@pytest.mark.parametrize("mode", FIT_MODES)
+def test_in_fit_a_sample_poisoned_on_one_replica_leaves_no_trace_on_any(mode, sample):
+    _, clean_history, clean = trained(2, (), **FIT_MODES[mode])
+    model, history, skipped = trained(2, (0, 2), sample, **FIT_MODES[mode])
+    for clean_replica, replica in zip(clean, skipped, strict=True):
+        assert same_bits(clean_replica, replica)
+    assert history == clean_history
+    # The loss was broken on one replica: the scale stays on both.
+    assert scaling_states(model) == [[256.0, 4, 2, 0, 2]] * 2
+
+
+def test_in_fit_four_replicas_follow_the_last_one_of_them():
+    _, clean_history, clean = trained(4, ())
+    model, history, skipped = trained(4, (1,), BATCH - 1)
+    for clean_replica, replica in zip(clean, skipped, strict=True):
+        assert same_bits(clean_replica, replica)
+    assert history == clean_history
+    assert scaling_states(model) == [[256.0, 4, 1, 0, 1]] * 4
+
+
+def test_in_fit_batch_logs_show_no_skipped_step():
+    seen = []
+    model = fitted_model(mirrored(2))
+    x, y = poisoned((0, 2), BATCH - 1)
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+            {name: float(value) for name, value in logs.items()}
+        )
+    )
+    model.fit(
+        x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[callback]
+    )  # fmt: skip
+    assert all(np.isfinite(value) for logs in seen for value in logs.values())
+    assert seen[3] == seen[2]  # The skipped step, and the one before.
+
+
+def test_in_fit_an_overflow_backs_off_once_for_all_replicas():
+    model = fitted_model(mirrored(2), scale=2.0**24)
+    model.train_on_batch(X[:BATCH], Y[:BATCH])
+    assert scaling_states(model) == [[2.0**23, 0, 1, 1, 0]] * 2
+
+
+def test_in_fit_the_overflow_of_the_default_scale_passes():
+    model = fitted_model(mirrored(2), scale=2.0**15)
+    big = np.tile(Y * 1000, (4, 1))
+    history = model.fit(np.tile(X, (4, 1)), big, batch_size=BATCH, verbose=0)
+    (first, second) = scaling_states(model)
+    scale, _, skipped, _, broken = first
+    assert first == second
+    assert skipped > 0 and scale == 2.0 ** (15 - skipped) and broken == 0
+    assert model.optimizer.iterations.numpy() == 16 - skipped > 0
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_in_fit_skips_in_a_row_raise_on_the_last_replica_too():
+    model = fitted_model(mirrored(2), max_consecutive_skips=2)
+    bad = X.copy()
+    bad[BATCH - 1 :: BATCH] = np.nan
+    with pytest.raises(keras_mp.errors.TrainingDivergedError, match="in a row"):
+        model.fit(bad, Y, batch_size=BATCH, verbose=0, shuffle=False)
+
+
+def test_a_model_whose_layers_are_known_late_gets_its_wrapper_within_the_scope():
+    class Late(keras.Model):
+        def build(self, input_shape):
+            self.dense = keras.layers.Dense(1, dtype="mixed_float16")
+            self.dense.build(input_shape)
+
+        def call(self, x):
+            return self.dense(x)
+
+    with mirrored(2).scope():
+        model = Late()
+        model.compile("adam", "mse")
+    assert not isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    x, y = poisoned((0, 2), BATCH - 1)
+    model.fit(x / 100, y, batch_size=BATCH, verbose=0, shuffle=False)
+    assert scaling_states(model) == [[2.0**15, 4, 2, 0, 2]] * 2
+
+
+@pytest.mark.parametrize("reader", ["one device", "two replicas"])
+def test_what_was_saved_under_a_strategy_trains_on(reader, tmp_path):
+    model, _, _ = trained(2, (0,), BATCH - 1)
+    model.optimizer.dynamic_scale.assign(64.0)
+    model.save(tmp_path / "model.keras")
+    strategy = mirrored(2) if reader == "two replicas" else tf.distribute.get_strategy()
+    with strategy.scope():
+        again = keras.models.load_model(tmp_path / "model.keras")
+    assert scaling_states(again, strategy)[-1] == [64.0, 4, 1, 0, 1]
+    for before, after in [
+        (model.weights, again.weights),
+        (model.optimizer.variables, again.optimizer.variables),
+    ]:
+        # The first replica's: Keras keeps BatchNormalization's statistics apart.
+        here = local_values(model.distribute_strategy, before)[0]
+        assert all(same_bits(here, there) for there in local_values(strategy, after))
+    again.fit(*poisoned((0,), BATCH - 1), batch_size=BATCH, verbose=0)
+    assert scaling_states(again, strategy)[-1] == [64.0, 8, 2, 0, 2]
+
+
+# AutoGraph -----------------------------------------------------------------------
+
+
+def test_autograph_converts_a_loop_of_ones_own_without_a_warning(capfd):
+    variable, optimizer = variable_and_optimizer(tf.distribute.get_strategy())
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable * x))
+        optimizer.apply(tape.gradient(loss, [variable.value]), [variable])
+
+    step(tf.constant(1.0))
+    assert "AutoGraph could not transform" not in capfd.readouterr().err
