@@ -7,6 +7,7 @@ no logic of its own:
     Layer.get_config             files hold stock policies, before that call as well
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
+    Trainer.get_metrics_result   nan, not 0, of an epoch whose every step was skipped
 """
 
 import functools
@@ -19,6 +20,7 @@ from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from keras_mp import gradient_stage, optimizer_log
 from keras_mp.backend import engine
+from keras_mp.backend.logs import any_measured
 from keras_mp.conversion import computes_in_float16, keep_outputs_in_float32
 from keras_mp.inner_optimizer import wrapper_of
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
@@ -31,30 +33,33 @@ def install() -> None:
         if not hasattr(vars(owner)[name], "_keras_mp_original"):
             original = vars(owner)[name]
             wrapper: Any = functools.wraps(original)(seam(original))
-            wrapper._keras_mp_original = original
+            wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
             setattr(owner, name, wrapper)
 
 
 def uninstall() -> None:
     """Takes the seams out of Keras again; does nothing where there are none."""
     for name, owner, _ in _seams():
-        original = getattr(vars(owner)[name], "_keras_mp_original", None)
-        if original is not None:
-            setattr(owner, name, original)
+        wrapper: Any = vars(owner)[name]
+        # Another library's wrapper round ours has our marks too, copied by functools.
+        if getattr(wrapper, "_keras_mp_self", None) is wrapper:
+            setattr(owner, name, wrapper._keras_mp_original)
 
 
 def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:
-    def definer(name: str) -> type:
-        # Not keras.Model: Keras compares its methods with those of the class that
-        # defines them, when it loads a model.
-        return next(c for c in keras.Model.__mro__ if name in vars(c))
-
     return [
         ("__call__", keras.layers.Layer, _layer_call),
         ("get_config", keras.layers.Layer, _layer_get_config),
-        ("compile", definer("compile"), _compile),
-        ("make_train_function", definer("make_train_function"), _make_train_function),
+        ("compile", _definer("compile"), _compile),
+        ("make_train_function", _definer("make_train_function"), _make_train_function),
+        ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
     ]
+
+
+def _definer(name: str) -> type:
+    # Not keras.Model: Keras compares its methods with those of the class that defines
+    # them, when it loads a model.
+    return next(c for c in keras.Model.__mro__ if name in vars(c))
 
 
 def _layer_call(original: Callable) -> Callable:
@@ -120,11 +125,23 @@ def _make_train_function(original: Callable) -> Callable:
 
 
 def _train_step(model: Any, original: Callable) -> Callable:
+    # A `train_step` of the user's may call the model with anything.
+    keras_own = (
+        getattr(original, "__func__", None)
+        is vars(_definer("train_step"))["train_step"]
+    )
+    began_unbuilt = False
+
     @functools.wraps(original)
     def train_step(*args: Any) -> Any:
-        if not all(layer.built for layer in model._flatten_layers()):
-            # Only on TensorFlow: elsewhere Keras has built the model by now.
-            engine.build(model, *args)
+        nonlocal began_unbuilt
+        unbuilt = not all(layer.built for layer in model._flatten_layers())
+        began_unbuilt = began_unbuilt or unbuilt
+        if began_unbuilt:
+            # Only on TensorFlow: elsewhere Keras has built the model by now. What a
+            # step of the user's has built is known when TensorFlow traces it again.
+            if unbuilt and keras_own:
+                engine.build(model, *args)
             _scale_optimizer(model)
         step = original
         if isinstance(model.optimizer, LossScaleOptimizer):
@@ -133,6 +150,30 @@ def _train_step(model: Any, original: Callable) -> Callable:
             return step(*args)
 
     return train_step
+
+
+def _get_metrics_result(original: Callable) -> Callable:
+    def get_metrics_result(self: Any) -> Any:
+        results = original(self)
+        in_a_step = engine.is_tracing() or gradient_stage.in_train_step()
+        if not in_a_step and _measured_nothing(self):
+            results = keras.tree.map_structure(lambda _: float("nan"), results)
+        return results
+
+    return get_metrics_result
+
+
+def _measured_nothing(model: Any) -> bool:
+    """Have only skipped steps gone into the metrics since they were reset?
+
+    Their 0 would be the best loss that a ModelCheckpoint ever sees.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    return (
+        isinstance(optimizer, LossScaleOptimizer)
+        and not optimizer.last_step_finite
+        and not any_measured(model.metrics_variables)
+    )
 
 
 def _scale_optimizer(model: Any) -> None:

@@ -31,6 +31,8 @@ from keras import ops
 # them a division by the scale would be flushed to zero or overflow.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+# Counters are int32: more steps than this in a row are never counted.
+LARGEST_COUNT = 2**31 - 1
 
 
 class LossScaleState(NamedTuple):
@@ -80,42 +82,44 @@ class LossScaleRule:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("dynamic_growth_steps", "hysteresis"):
-            check_whole_number(name, getattr(self, name))
+            check_whole_number(name, given[name])
+            # Not a NumPy number any more: configs are written as JSON.
+            object.__setattr__(self, name, int(given[name]))
         if not isinstance(self.dynamic, bool):
             raise _refusal("dynamic", "be True or False", self.dynamic)
-        if not (_is_real(self.growth_factor) and 1 < self.growth_factor < math.inf):
+        for name in _REALS:
+            # A float16 would be compared with the bounds in float16.
+            object.__setattr__(self, name, _as_float(given[name]))
+        if not 1 < self.growth_factor < math.inf:
             raise _refusal(
-                "growth_factor", "be greater than 1 and finite", self.growth_factor
+                "growth_factor", "be greater than 1 and finite", given["growth_factor"]
             )
-        if not (_is_real(self.backoff_factor) and 0 < self.backoff_factor < 1):
+        if not 0 < self.backoff_factor < 1:
             raise _refusal(
                 "backoff_factor", "lie between 0 and 1, both excluded",
-                self.backoff_factor,
+                given["backoff_factor"],
             )  # fmt: skip
         for name in ("min_scale", "max_scale"):
-            bound = getattr(self, name)
-            if not (_is_real(bound) and SMALLEST_SCALE <= bound <= LARGEST_SCALE):
-                raise _refusal(name, "lie between 2**-126 and 2**126", bound)
+            if not SMALLEST_SCALE <= getattr(self, name) <= LARGEST_SCALE:
+                raise _refusal(name, "lie between 2**-126 and 2**126", given[name])
         if self.min_scale > self.max_scale:
             raise ValueError(
                 "`min_scale` must not be greater than `max_scale`. Received: "
                 f"min_scale={self.min_scale}, max_scale={self.max_scale}."
             )
-        if not (
-            _is_real(self.initial_scale)
-            and self.min_scale <= self.initial_scale <= self.max_scale
-        ):
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise _refusal(
                 "initial_scale",
                 f"lie between min_scale={self.min_scale} and "
                 f"max_scale={self.max_scale}",
-                self.initial_scale,
+                given["initial_scale"],
             )
 
     def initial_state(self) -> LossScaleState:
         """Returns the state before the first step, as Python numbers."""
-        return LossScaleState(float(self.initial_scale), 0, 0, 0, 0)
+        return LossScaleState(self.initial_scale, 0, 0, 0, 0)
 
     def next(
         self, state: LossScaleState, finite: Any, loss_finite: Any = True
@@ -148,7 +152,9 @@ class LossScaleRule:
         broken = ops.logical_and(skipped, ops.logical_not(too_high))
 
         longer = finite_steps + 1
-        grows = ops.logical_and(finite, longer >= self.dynamic_growth_steps)
+        grows = ops.logical_and(
+            finite, longer >= min(self.dynamic_growth_steps, LARGEST_COUNT)
+        )
         finite_steps = ops.where(finite, longer, finite_steps)
         finite_steps = ops.where(
             ops.logical_or(grows, too_high), ops.zeros_like(longer), finite_steps
@@ -161,7 +167,9 @@ class LossScaleRule:
         if self.dynamic:
             grown = ops.minimum(scale * self.growth_factor, self.max_scale)
             backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)
-            backs_off = ops.logical_and(too_high, consecutive_skips >= self.hysteresis)
+            backs_off = ops.logical_and(
+                too_high, consecutive_skips >= min(self.hysteresis, LARGEST_COUNT)
+            )
             scale = ops.where(grows, grown, ops.where(backs_off, backed_off, scale))
         return LossScaleState(
             scale, finite_steps, skipped_steps, consecutive_skips, broken_steps
@@ -175,8 +183,17 @@ def check_whole_number(name: str, value: Any) -> None:
         raise _refusal(name, "be a whole number of at least 1", value)
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+_REALS = ("initial_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+
+
+def _as_float(value: Any) -> float:
+    """The number as a float: nan, which no rule admits, if it is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # A whole number past the largest float.
+        return math.inf
 
 
 def _refusal(name: str, rule: str, value: Any) -> ValueError:

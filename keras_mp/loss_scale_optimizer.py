@@ -366,7 +366,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             trainable_variables = self._trainable_variables
         variables = list(trainable_variables)
         check_gradients(grads, variables)
-        if not self.built:
+        if self.built:
+            self._check_variables_are_known(variables)
+        else:
             with keras.name_scope(self.name):
                 self.build(variables)
         tracing = engine.is_tracing()

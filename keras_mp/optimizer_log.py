@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import keras
+from keras import ops
 
 
 @dataclasses.dataclass
@@ -20,13 +21,14 @@ class Entry:
     skipped_steps: keras.Variable | None
 
     def __str__(self) -> str:
-        steps = f"{int(self.iterations.value)} steps"
+        steps = f"{int(ops.convert_to_tensor(self.iterations))} steps"
         if self.loss_scale is None:
             return f"{self.name}: no loss scaling, {steps}"
-        scale = f"{self.name}: loss scale {float(self.loss_scale.value):g}, {steps}"
+        number = float(ops.convert_to_tensor(self.loss_scale))
+        scale = f"{self.name}: loss scale {number:g}, {steps}"
         if self.skipped_steps is None:  # Keras' own wrapper does not count them.
             return f"{scale}, skipped steps not counted"
-        return f"{scale}, {int(self.skipped_steps.value)} skipped"
+        return f"{scale}, {int(ops.convert_to_tensor(self.skipped_steps))} skipped"
 
 
 _entries: dict[int, Entry] | None = None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
@@ -142,7 +143,7 @@ _nonfinite_jitted = jax.jit(_nonfinite)
 
 def none_of(flags: Any) -> Any:
     """Bool scalar: is none of the flags set?"""
-    if not is_tracing():
+    if not isinstance(flags, jax.core.Tracer):
         return not flags.any()
     # The square root keeps XLA from computing the whole reduction once more in each
     # of the selects that read the flag.
@@ -205,7 +206,7 @@ def undo_skipped(
         skipped = after[2][counter] > state[2][counter]
         own = [place[id(v)] for v in optimizer.state_variables]
         blameless = optimizer.state_after_broken_step([state[2][i] for i in own])
-        broken = skipped & ~jnp.isfinite(logs.get("loss", 0.0))
+        broken = skipped & ~loss_is_finite(logs)
         scaling = list(after[2])
         for index, value in zip(own, blameless, strict=True):
             scaling[index] = jnp.where(broken, value, scaling[index])
@@ -220,10 +221,7 @@ def undo_skipped(
         scope = zip(model.metrics_variables, metrics, strict=True)
         with keras.StatelessScope(list(scope)):
             results = model.get_metrics_result()
-        logs = {
-            name: jnp.where(skipped, results[name], log) if name in results else log
-            for name, log in logs.items()
-        }
+        logs = without_step(logs, results, skipped, any_measured(state[3]))
         return logs, (after[0], non_trainable, scaling, metrics)
 
     return undoing

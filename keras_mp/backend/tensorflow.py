@@ -1,11 +1,12 @@
 """Loss scaling on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
@@ -68,11 +69,16 @@ def check_strategy(variables: Sequence[Any], built: bool) -> None:
         )
 
 
-def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
-    """Where the variables of a model's optimizer are created: its strategy's scope."""
-    if tf.distribute.has_strategy():
-        return contextlib.nullcontext()
-    return model.distribute_strategy.scope()
+@contextlib.contextmanager
+def optimizer_scope(model: Any) -> Iterator[None]:
+    """Where the variables of a model's optimizer are created: its strategy's scope.
+
+    And outside of a trace, at whose second run it may be that layers become known.
+    """
+    strategy = model.distribute_strategy
+    known = tf.distribute.has_strategy()
+    with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
+        yield
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
@@ -189,6 +195,7 @@ def undo_skipped(
             for v in model.non_trainable_variables + model.metrics_variables
         }
         before = [tf.identity(v) for v in variables.values()]
+        measured = any_measured([v.value for v in model.metrics_variables])
         own = [v.value for v in optimizer.state_variables]
         blameless = optimizer.state_after_broken_step([tf.identity(v) for v in own])
         skips = optimizer.skip_counter.value
@@ -196,7 +203,7 @@ def undo_skipped(
         logs = step(data)
         skipped = skips > count
         # The loss of a replica's own share of the batch.
-        broken = skipped & _on_any_replica(~tf.math.is_finite(logs.get("loss", 0.0)))
+        broken = skipped & _on_any_replica(~loss_is_finite(logs))
         for variable, value in zip(own, blameless, strict=True):
             variable.assign(tf.where(broken, value, variable))
         for variable, value in zip(variables.values(), before, strict=True):
@@ -211,13 +218,7 @@ def undo_skipped(
                 metric.reset_state()
 
         tf.cond(skipped, reset, lambda: None)
-        results = model.get_metrics_result()
-        return {
-            name: tf.where(skipped, tf.cast(results[name], log.dtype), log)
-            if name in results
-            else log
-            for name, log in logs.items()
-        }
+        return without_step(logs, model.get_metrics_result(), skipped, measured)
 
     return undoing
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
+
 __all__ = [
     "build",
     "check_strategy",
@@ -137,16 +139,14 @@ def undo_skipped(
     def undoing(data: Any) -> Any:
         variables = model.non_trainable_variables + model.metrics_variables
         before = [v.value.detach().clone() for v in variables]
+        measured = any_measured([v.value for v in model.metrics_variables])
         own = [v.value.detach().clone() for v in optimizer.state_variables]
         count = int(optimizer.skip_counter.value)
         logs = step(data)
         if int(optimizer.skip_counter.value) == count:
             return logs
         # All processes have skipped, so all are here to tell each other of their loss.
-        loss = torch.as_tensor(
-            logs.get("loss", 0.0), device=optimizer.dynamic_scale.value.device
-        )
-        if _in_any_process(~torch.isfinite(loss)):
+        if _in_any_process(~loss_is_finite(logs)):
             blameless = optimizer.state_after_broken_step(own)
             for variable, value in zip(
                 optimizer.state_variables, blameless, strict=True
@@ -154,8 +154,7 @@ def undo_skipped(
                 variable.assign(value)
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
-        results = model.get_metrics_result()
-        return {name: results.get(name, log) for name, log in logs.items()}
+        return without_step(logs, model.get_metrics_result(), True, measured)
 
     return undoing
 

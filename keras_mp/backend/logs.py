@@ -1,0 +1,66 @@
+"""The logs of a skipped train step, without a framework."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+
+def loss_is_finite(logs: Any) -> Any:
+    """Bool scalar: are the numbers of `logs["loss"]` finite? None at all are."""
+    loss = logs.get("loss", 0.0) if isinstance(logs, dict) else 0.0
+    numbers = [x for x in keras.tree.flatten(loss) if _is_number(x)]
+    return ops.all(ops.stack([ops.all(ops.isfinite(x)) for x in [0.0, *numbers]]))
+
+
+def any_measured(metrics: Sequence[Any]) -> Any:
+    """Bool scalar: has a step gone into the metrics since they were reset?
+
+    Args:
+        metrics: the values of their variables, all zero after `reset_state`.
+    """
+    flags = [ops.any(ops.not_equal(value, 0)) for value in metrics]
+    return ops.any(ops.stack(flags)) if flags else ops.convert_to_tensor(False)
+
+
+def without_step(logs: Any, results: dict[str, Any], undone: Any, before: Any) -> Any:
+    """The logs as they would be without the step.
+
+    At the beginning of an epoch metrics say 0 of what they never measured, which would
+    pass for the best loss so far: there a finite log of the step itself is better.
+
+    Args:
+        logs: what the train step returned.
+        results: the results of the metrics as they are after it was undone.
+        undone: bool scalar, whether it was.
+        before: bool scalar, whether steps before it had been measured.
+    """
+    if not isinstance(logs, dict):
+        return logs
+
+    def choose(log: Any, result: Any) -> Any:
+        log = ops.convert_to_tensor(log)
+        of_no_use = ops.logical_or(before, ops.logical_not(ops.isfinite(log)))
+        result = ops.cast(result, log.dtype)
+        return ops.where(ops.logical_and(undone, of_no_use), result, log)
+
+    return {
+        name: keras.tree.map_structure(choose, log, results[name])
+        if name in results and _alike(log, results[name])
+        else log
+        for name, log in logs.items()
+    }
+
+
+def _alike(log: Any, result: Any) -> bool:
+    leaves = keras.tree.flatten(log)
+    try:
+        keras.tree.assert_same_structure(log, result)
+    except (ValueError, TypeError):
+        return False
+    return all(_is_number(x) for x in leaves)
+
+
+def _is_number(x: Any) -> bool:
+    return ops.is_tensor(x) or isinstance(x, int | float)
