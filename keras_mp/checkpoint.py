@@ -2,53 +2,163 @@
 
 Under the numbers 0, 1, ... what Keras' own wrapper writes, in its order: its variables,
 the loss scale among them, then the inner optimizer's. Under their names the counters
-that only we have. So Keras' checkpoints are ours without these.
+that only we have, and how many entries there are. So Keras' checkpoints are ours
+without the names.
+
+A checkpoint is read whole and checked before anything is assigned. It is
+
+    another optimizer's    if its numbers run from 0 without a gap, but to another end:
+                           Keras says so in a warning and goes on, and so do we;
+    damaged                if no optimizer of this shape can have written it: a gap in
+                           the numbers, more or fewer entries than it says it has, an
+                           array of another shape, a counter below 0, a scale that the
+                           writer's rule cannot come to. That is a ValueError.
+
+Our rule keeps the scale positive and finite. Keras' doubles and halves it for ever, up
+to inf and down to 0: in a checkpoint of Keras' these are valid, and resume at the
+nearest bound, as any scale beyond the bounds does. Nobody writes a nan or a negative
+scale. Moments that are not finite are left as they are: an optimizer that was not
+scaled can come to them.
 """
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
+import keras
 import numpy as np
+
+_NAMES = {"skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts"}
+_ENTRIES = "entries"
 
 
 def save(optimizer: Any, store: Any) -> None:
     """Writes the variables of a `LossScaleOptimizer` into a Keras store (a mapping)."""
-    numbered, named = _layout(optimizer)
-    for index, variable in enumerate(numbered):
-        store[str(index)] = variable.numpy()
-    for variable in named:
-        store[variable.name] = variable.numpy()
+    layout = _layout(optimizer)
+    for key, variable in layout.items():
+        store[key] = variable.numpy()
+    store[_ENTRIES] = np.array(len(layout))
 
 
 def load(optimizer: Any, store: Any) -> bool:
-    """Reads them again; returns False, having changed nothing, if they do not fit."""
-    numbered, named = _layout(optimizer)
-    found = [v.name for v in named if v.name in store.keys()]
-    count = len(store.keys()) - len(found)
-    if not found and count == len(optimizer.inner_optimizer.variables):
-        # Saved before the optimizer was wrapped: the scale starts anew.
-        optimizer.inner_optimizer.load_own_variables(store)
-        return True
-    if count != len(numbered):
+    """Reads them again, all or none.
+
+    Returns:
+        Whether the inner optimizer has entries of its own elsewhere in the file, as
+        Keras writes them; not if it was saved before it was wrapped, or built.
+
+    Raises:
+        ValueError: if the checkpoint is damaged.
+    """
+    keys = set(store.keys())
+    _check_keys(optimizer, store, keys)
+    if keys == {_ENTRIES} and not int(optimizer.iterations):
+        return False  # Neither of them has been trained.
+    inner = optimizer.inner_optimizer
+    plain = _numbered(inner.variables)
+    if keys == set(plain):
+        # The scale starts anew.
+        _values(optimizer, store, plain)
+        inner.load_own_variables(store)
         return False
-    for index, variable in enumerate(numbered):
-        value = np.asarray(store[str(index)])
-        if variable is optimizer.dynamic_scale:  # Keras' knows no bounds.
-            rule = optimizer.rule
-            value = np.clip(value, rule.min_scale, rule.max_scale)
-        variable.assign(value)
-    for variable in named:
-        known = variable.name in found
-        variable.assign(store[variable.name] if known else np.zeros(variable.shape))
+    layout = _layout(optimizer)
+    expected, found = ({k for k in of if k.isdecimal()} for of in (layout, keys))
+    if found != expected or not keys - found <= {*_NAMES, _ENTRIES}:
+        # In Keras' words, but not by its method: that counts our names, and goes by
+        # number if the sum happens to be the same.
+        warnings.warn(
+            f"Skipping variable loading for optimizer '{optimizer.name}', because it "
+            f"has {len(expected)} variables whereas the saved optimizer has "
+            f"{len(found)} variables. "
+            + ("" if optimizer.built else "It has not been built yet."),
+            stacklevel=3,
+        )
+        return True
+    values = _values(
+        optimizer, store, {k: v for k, v in layout.items() if k in keys}
+    )  # fmt: skip
+    for key, variable in layout.items():
+        # Counters that a checkpoint of Keras', or an older one of ours, does not have.
+        variable.assign(values.get(key, np.zeros(variable.shape)))
     return True
 
 
-def _layout(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """The variables under numbers, and those under their names."""
+def _layout(optimizer: Any) -> dict[str, Any]:
+    """The variables by their keys in a file.
+
+    None before it is built. Keras compares the number of entries alone: a few could be
+    as many as another optimizer has variables, of other shapes.
+    """
+    if not optimizer.built:
+        return {}
     named = [
         optimizer.skip_counter,
         optimizer.consecutive_skip_counter,
         optimizer.broken_counter,
-        *([optimizer.nonfinite_counts] if optimizer.built else []),
+        optimizer.nonfinite_counts,
     ]
-    names = {id(v) for v in named}
-    return [v for v in optimizer.variables if id(v) not in names], named
+    ids = {id(v) for v in named}
+    numbered = [v for v in optimizer.variables if id(v) not in ids]
+    return _numbered(numbered) | {v.name: v for v in named}
+
+
+def _numbered(variables: Iterable[Any]) -> dict[str, Any]:
+    return {str(index): variable for index, variable in enumerate(variables)}
+
+
+def _check_keys(optimizer: Any, store: Any, keys: set[str]) -> None:
+    numbers = {k for k in keys if k.isdecimal()}
+    gap = {str(i) for i in range(len(numbers))} - numbers
+    if gap:
+        raise _damaged(
+            optimizer,
+            "hold entries numbered from 0 without a gap",
+            f"{len(numbers)} numbered entries without {', '.join(sorted(gap))}",
+        )
+    if _ENTRIES in keys and not np.array_equal(store[_ENTRIES], len(keys) - 1):
+        raise _damaged(
+            optimizer,
+            f"hold the {store[_ENTRIES]} entries that it was saved with",
+            f"{len(keys) - 1} entries",
+        )
+
+
+def _values(
+    optimizer: Any, store: Any, layout: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """The entries of a checkpoint, checked."""
+    inner = {id(v) for v in optimizer.inner_optimizer.variables}
+    ours = _ENTRIES in store.keys() or bool(_NAMES & set(store.keys()))
+    values = {}
+    for key, variable in layout.items():
+        value = values[key] = np.asarray(store[key])
+        what = f"in entry '{key}', {variable.path},"
+        if value.shape != tuple(variable.shape) or value.dtype.kind in "OSU":
+            raise _damaged(
+                optimizer,
+                f"hold {what} numbers of shape {tuple(variable.shape)}",
+                f"{value.dtype} of shape {value.shape}",
+            )
+        counts = (
+            keras.backend.is_int_dtype(variable.dtype) and id(variable) not in inner
+        )
+        if (counts or variable is optimizer.iterations) and not np.all(value >= 0):
+            raise _damaged(optimizer, f"hold {what} counts of at least 0", value)
+        if variable is optimizer.dynamic_scale:
+            if not value >= 0 or (ours and not 0 < value < np.inf):
+                raise _damaged(
+                    optimizer, f"hold {what} a scale that is positive and finite", value
+                )
+            rule = optimizer.rule  # Its bounds may be others than the writer's.
+            values[key] = np.clip(value, rule.min_scale, rule.max_scale)
+    return values
+
+
+def _damaged(optimizer: Any, rule: str, received: Any) -> ValueError:
+    return ValueError(
+        f"The checkpoint of optimizer '{optimizer.name}' must {rule}. Received: "
+        f"{received}. It is damaged, or of another model, and nothing of it was loaded "
+        "into the optimizer. Load another copy; or go on from the weights alone, with "
+        "`load_model(path, compile=False)` or `load_weights(path, "
+        "objects_to_skip=[model.optimizer])`."
+    )

@@ -62,7 +62,22 @@ def checked_inner(inner_optimizer: Any) -> Any:
             f"inner_optimizer={inner!r}, which another LossScaleOptimizer holds. Use "
             "that one, or create the inner optimizer anew."
         )
-    return inner
+    return _of_this_backend(inner)
+
+
+def _of_this_backend(inner: Any) -> Any:
+    """The optimizer itself, or its like for one that only another backend can step.
+
+    On torch Keras' optimizers are of classes of their own, and files name those. Opened
+    on another backend, Keras creates them and fails at the first step.
+    """
+    module = type(inner).__module__
+    here = f"keras.src.backend.{keras.backend.backend()}."
+    if not module.startswith("keras.src.backend.") or module.startswith(here):
+        return inner
+    return keras.optimizers.get(
+        {"class_name": type(inner).__name__, "config": inner.get_config()}
+    )
 
 
 def start_averages(inner_optimizer: Any) -> None:

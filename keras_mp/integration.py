@@ -40,10 +40,10 @@ def install() -> None:
 def uninstall() -> None:
     """Takes the seams out of Keras again; does nothing where there are none."""
     for name, owner, _ in _seams():
-        wrapper: Any = vars(owner)[name]
+        marks = vars(vars(owner)[name])
         # Another library's wrapper round ours has our marks too, copied by functools.
-        if getattr(wrapper, "_keras_mp_self", None) is wrapper:
-            setattr(owner, name, wrapper._keras_mp_original)
+        if marks.get("_keras_mp_self") is vars(owner)[name]:
+            setattr(owner, name, marks["_keras_mp_original"])
 
 
 def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:

@@ -113,6 +113,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.rule = rule
         self.max_consecutive_skips = max_consecutive_skips
         self.skip_watch = skip_watch
+        self._inner_follows = True
         # The stage is Python's own: TensorFlow's tracking must not wrap it.
         self._stage = GradientStage()
         # Created here, not in `build`: a compiled function that reads the scale before
@@ -527,13 +528,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes Keras' own layout, with the counters it does not have by name."""
+        self._inner_follows = True
         checkpoint.save(self, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what ours, Keras' wrapper, or the inner optimizer alone has saved."""
-        if not checkpoint.load(self, store):
-            # Keras' words for it, as a warning: the model's weights are loaded still.
-            super().load_own_variables(store)
+        """Reads what ours, Keras' wrapper, or the inner optimizer alone has saved.
+
+        Raises:
+            ValueError: if that is damaged. Nothing is changed then.
+        """
+        self._inner_follows = False
+        self._inner_follows = checkpoint.load(self, store)
+
+    def __dir__(self) -> list[str]:
+        # Keras' saving goes on to what dir() names. After a refused checkpoint it must
+        # not: it would load the inner optimizer, of which it writes a second copy.
+        hidden = [] if self._inner_follows else ["inner_optimizer"]
+        return [name for name in super().__dir__() if name not in hidden]
 
 
 class _GradientsOf(list):

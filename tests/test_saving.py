@@ -150,8 +150,6 @@ def test_a_weights_file_may_be_loaded_before_compile(tmp_path):
     assert_same_values(again.get_weights(), model.get_weights())
 
 
-# Keras says so of every optimizer that was saved before its first step.
-@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_a_model_that_was_never_trained_can_be_reopened(tmp_path):
     again = train(reopened(regression(), tmp_path / "model.keras"))
     assert_same(again, train(regression()))
@@ -321,8 +319,6 @@ def test_backup_and_restore_brings_the_scale_back(tmp_path):
 # A checkpoint saved before the optimizer was scaled, and one of another net -------
 
 
-# Keras goes on to the inner optimizer, of which such a file has nothing.
-@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer 'adam")
 def test_a_file_of_float32_training_starts_a_scale_and_keeps_the_moments(tmp_path):
     model = train(regression("float32"), steps=1)
     model.save_weights(tmp_path / "model.weights.h5")
