@@ -7,7 +7,7 @@ no logic of its own:
     Layer.get_config             files hold stock policies, before that call as well
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
-    Trainer.get_metrics_result   nan, not 0, of an epoch whose every step was skipped
+    Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
 """
 
 import functools
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import ops
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from keras_mp import gradient_stage, optimizer_log
@@ -130,24 +131,23 @@ def _train_step(model: Any, original: Callable) -> Callable:
         getattr(original, "__func__", None)
         is vars(_definer("train_step"))["train_step"]
     )
-    began_unbuilt = False
 
     @functools.wraps(original)
     def train_step(*args: Any) -> Any:
-        nonlocal began_unbuilt
+        # Only on TensorFlow: elsewhere Keras has built the model by now.
         unbuilt = not all(layer.built for layer in model._flatten_layers())
-        began_unbuilt = began_unbuilt or unbuilt
-        if began_unbuilt:
-            # Only on TensorFlow: elsewhere Keras has built the model by now. What a
-            # step of the user's has built is known when TensorFlow traces it again.
-            if unbuilt and keras_own:
-                engine.build(model, *args)
+        if unbuilt and keras_own:
+            engine.build(model, *args)
             _scale_optimizer(model)
         step = original
         if isinstance(model.optimizer, LossScaleOptimizer):
             step = engine.undo_skipped(model, model.optimizer, original)
         with gradient_stage.train_step():
-            return step(*args)
+            result = step(*args)
+        if unbuilt and not keras_own:
+            # What the step has built is known now, and TensorFlow traces it again.
+            _scale_optimizer(model)
+        return result
 
     return train_step
 
@@ -156,24 +156,27 @@ def _get_metrics_result(original: Callable) -> Callable:
     def get_metrics_result(self: Any) -> Any:
         results = original(self)
         in_a_step = engine.is_tracing() or gradient_stage.in_train_step()
-        if not in_a_step and _measured_nothing(self):
-            results = keras.tree.map_structure(lambda _: float("nan"), results)
-        return results
+        return results if in_a_step else _measured(self, results)
 
     return get_metrics_result
 
 
-def _measured_nothing(model: Any) -> bool:
-    """Have only skipped steps gone into the metrics since they were reset?
+def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
+    """What metrics say, unless only skipped steps went by since they were reset.
 
-    Their 0 would be the best loss that a ModelCheckpoint ever sees.
+    They say 0 then, the best loss that a ModelCheckpoint ever sees. Without results
+    Keras takes the logs of the last step, its own; of a broken step those are 0 too.
     """
     optimizer = getattr(model, "optimizer", None)
-    return (
-        isinstance(optimizer, LossScaleOptimizer)
-        and not optimizer.last_step_finite
-        and not any_measured(model.metrics_variables)
-    )
+    if (
+        not isinstance(optimizer, LossScaleOptimizer)
+        or optimizer.last_step_finite
+        or any_measured(model.metrics_variables)
+    ):
+        return results
+    if int(ops.convert_to_tensor(optimizer.broken_counter)):
+        return keras.tree.map_structure(lambda _: float("nan"), results)
+    return {}
 
 
 def _scale_optimizer(model: Any) -> None:

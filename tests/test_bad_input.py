@@ -135,3 +135,13 @@ def test_no_gradients_at_all_do_nothing_as_in_keras():
     optimizer = keras_mp.LossScaleOptimizer("sgd")
     optimizer.apply([])
     assert int(optimizer.iterations) == 0
+
+
+def test_a_variable_that_the_optimizer_does_not_know_is_named():
+    known, unknown = (keras.Variable(np.ones(2, "float32"), name=n) for n in "ab")
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.build([known])
+    optimizer.scale_loss(1.0)
+    with pytest.raises(ValueError, match="Unknown variable.*path=b"):
+        optimizer.apply([keras.ops.ones(2)], [unknown])
+    assert int(optimizer.iterations) == int(optimizer.step_counter) == 0

@@ -1,5 +1,6 @@
 """Plain `compile("adam")`: which optimizers it scales, which outputs it keeps."""
 
+import functools
 import inspect
 
 import keras
@@ -463,6 +464,7 @@ SEAMS = [
     (layers.Layer, "get_config"),
     (TRAINER, "compile"),
     (BACKEND_TRAINER, "make_train_function"),
+    (TRAINER, "get_metrics_result"),
 ]
 
 
@@ -495,6 +497,20 @@ def test_without_the_seams_keras_is_as_it_was(mixed_float16):
     model = compiled(regression())
     assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
     assert dtypes(model) == ["float16", "float16"]
+
+
+def test_another_librarys_wrapper_round_ours_is_left_in_its_place(monkeypatch):
+    owner, name = SEAMS[0]
+
+    @functools.wraps(vars(owner)[name])
+    def theirs(*args, **kwargs):
+        return theirs.__wrapped__(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, theirs)
+    integration.uninstall()
+    assert vars(owner)[name] is theirs
+    integration.install()
+    assert vars(owner)[name] is theirs
 
 
 def test_installing_twice_wraps_once():

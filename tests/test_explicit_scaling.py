@@ -336,3 +336,28 @@ def test_optimizer_variables_of_another_number_are_refused():
     optimizer = growing()
     with pytest.raises(ValueError, match="Received: 1 values for"):
         optimizer.stateless_scale_loss([1.0], 1.0)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="vmap is of JAX")
+@pytest.mark.parametrize("how", ["vmap", "jit of vmap", "vmap of jit"])
+def test_an_ensemble_steps_each_member_by_itself(how):
+    import jax
+
+    optimizer, variable = growing(), keras.Variable(np.ones(2, "float32"))
+    optimizer.build([variable])
+    stack = lambda v: jax.numpy.stack([v.value] * 3)  # noqa: E731
+    grads = jax.numpy.array([[4.0, 4.0], [np.inf, 4.0], [8.0, 8.0]])
+
+    def step(state, grad, trainable):
+        optimizer.stateless_scale_loss(state, 1.0)
+        return optimizer.stateless_apply(state, [grad], [trainable])
+
+    transform = {
+        "vmap": jax.vmap,
+        "jit of vmap": lambda f: jax.jit(jax.vmap(f)),
+        "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
+    }[how]
+    (trainable,), _ = transform(step)(
+        [stack(v) for v in optimizer.variables], grads, stack(variable)
+    )
+    np.testing.assert_allclose(trainable, [[0.9, 0.9], [1.0, 1.0], [0.8, 0.8]])

@@ -290,3 +290,68 @@ def test_a_fit_that_diverged_can_go_on_with_better_data():
     assert same_bits(before, values(model.trainable_variables))
     fit(model)
     assert int(optimizer.iterations) == 6
+
+
+# Train steps of the user's own ----------------------------------------------------
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras builds it from the data")
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_train_step_may_call_the_model_with_something_else_than_its_data(policy):
+    class Cropping(scaling_model()):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.out = layers.Dense(4), layers.Dense(1)
+
+        def call(self, x, training=False):
+            return self.out(self.hidden(x))
+
+        def train_step(self, *args):
+            *state, (x, y) = args
+            return super().train_step(*state, (x[:, :2], y))
+
+    with keras_mp.policy_scope(policy):
+        model = Cropping()
+        model.compile("sgd", "mse")
+        fit(model)
+    assert tuple(model.hidden.kernel.shape) == (2, 4)
+    assert hasattr(model.optimizer, "loss_scale") == (policy == "mixed_float16")
+
+
+@ways
+def test_layers_that_a_train_step_of_the_users_builds_late_are_scaled_too(how):
+    class Lazy(scaling_model()):
+        def build(self, shape):
+            self.out = layers.Dense(1, dtype="mixed_float16")
+            self.out.build(shape)
+            self.built = True
+
+        def call(self, x, training=False):
+            return self.out(x)
+
+    model = Lazy()
+    model.compile(keras.optimizers.SGD(0.1), "mse", **how)
+    fit(model)
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    losses = fit(model, epochs=3)
+    assert losses[-1] < losses[0]
+    assert int(model.optimizer.iterations) >= 18
+
+
+@pytest.mark.parametrize(
+    "log", [lambda loss: {"loss": [loss, loss]}, lambda loss: {"loss": {"a": loss}},
+            lambda loss: {"loss": 1.5}, lambda loss: {"mine": loss}],
+    ids=["several losses", "a dict of losses", "a number", "no loss"],
+)  # fmt: skip
+def test_the_logs_of_a_train_step_may_be_anything(log):
+    class Odd(scaling_model()):
+        def train_step(self, *args):
+            result = super().train_step(*args)
+            if BACKEND == "jax":
+                return log(result[0]["loss"]), result[1]
+            return log(result["loss"])
+
+    model = regression("mixed_float16", Odd)
+    model.compile("sgd", "mse")
+    model.fit(POISONED, Y, batch_size=8, shuffle=False, verbose=0)
+    assert int(model.optimizer.skipped_steps) == 1

@@ -736,6 +736,41 @@ def test_make_train_function_is_defined_on_the_backends_trainer():
         assert defining_class("make_train_function", model) is trainer, model
 
 
+@fact
+def test_fit_takes_the_logs_of_an_epoch_from_get_metrics_result(monkeypatch):
+    """At the end of an epoch fit asks get_metrics_result, outside of a step, for
+    what goes into the history."""
+    model = dense_model()
+    model.compile("sgd", "mse")
+    result = keras_own(type(model).get_metrics_result)
+    monkeypatch.setattr(
+        type(model),
+        "get_metrics_result",
+        lambda self: {name: 7.0 for name in result(self)},
+    )
+    history = model.fit(np.ones((2, 3)), np.ones((2, 2)), verbose=0).history
+    assert history["loss"] == [7.0]
+
+
+@fact
+def test_get_metrics_result_is_defined_on_the_trainer_of_all_backends():
+    """get_metrics_result is defined on Trainer, and no model of Keras overrides it."""
+    trainer = defining_class("get_metrics_result")
+    assert trainer.__name__ == "Trainer"
+    for model in subclasses_in_keras(keras.Model):
+        assert defining_class("get_metrics_result", model) is trainer, model
+
+
+@fact
+def test_a_metric_that_measured_nothing_is_all_zeros():
+    """The variables of a metric that was reset are zero, and none that measured is."""
+    for metric in (keras.metrics.Mean(), keras.metrics.AUC(), keras.metrics.F1Score()):
+        metric.update_state(np.ones((2, 2)), np.ones((2, 2)))
+        assert any(np.any(np.asarray(v)) for v in metric.variables)
+        metric.reset_state()
+        assert not any(np.any(np.asarray(v)) for v in metric.variables)
+
+
 class Spy(keras.optimizers.SGD):
     """Writes down which of its methods are called, and in what state."""
 

@@ -347,6 +347,26 @@ def test_a_bound_that_float32_rounds_to_infinity_is_refused():
         LossScaleRule(max_scale=1e39)
 
 
+def test_numpy_numbers_are_numbers_and_become_pythons():
+    rule = LossScaleRule(
+        initial_scale=np.float16(1024),
+        dynamic_growth_steps=np.int64(3),
+        growth_factor=np.float32(2),
+        hysteresis=np.int32(1),
+    )
+    assert rule == LossScaleRule(initial_scale=1024.0, dynamic_growth_steps=3)
+    assert {type(v) for v in vars(rule).values()} == {float, int, bool}
+
+
+@pytest.mark.parametrize("name", ["dynamic_growth_steps", "hysteresis"])
+def test_more_steps_than_an_integer_tensor_counts_are_never(next_state, name):
+    rule = LossScaleRule(**{name: 10**12})
+    state = rule.initial_state()
+    for step in (FINITE, OVERFLOW) if name == "hysteresis" else (FINITE, FINITE):
+        state = next_state(rule, state, step)
+    assert plain(state)[0] == 2**15
+
+
 def test_a_rule_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         LossScaleRule().growth_factor = 3.0

@@ -178,3 +178,59 @@ def test_the_logs_stay_finite_when_one_batch_in_a_hundred_overflows(bad):
         )
     assert all(np.isfinite(v) for column in history.history.values() for v in column)
     assert int(model.optimizer.iterations) == 99
+
+
+def full_batch_model(scale=2.0**24):
+    """A model whose first steps, at this scale, all overflow; a batch an epoch."""
+    model = model_under()
+    model.optimizer.dynamic_scale.assign(scale)
+    return model
+
+
+def test_an_epoch_whose_every_step_was_skipped_logs_the_loss_of_its_last_step():
+    model = full_batch_model()
+    history = model.fit(X * 8, Y, batch_size=48, epochs=20, verbose=0).history
+    skipped = int(model.optimizer.skipped_steps)
+    assert 0 < skipped < 19
+    loss = history["loss"]
+    # The first step that is not skipped finds the same weights and statistics.
+    assert loss[:skipped] == pytest.approx([loss[skipped]] * skipped, rel=1e-5)
+    assert loss[skipped] > loss[-1] > 0
+    mae = history["mae"]
+    assert mae[:skipped] == pytest.approx([mae[skipped]] * skipped, rel=1e-5)
+
+
+def test_an_epoch_whose_every_step_was_broken_has_no_loss_rather_than_the_best():
+    model = model_under()
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        history = model.fit(np.full_like(X, np.nan), Y, batch_size=8, verbose=0)
+    assert np.isnan(history.history["loss"]).all()
+    assert np.isfinite(model.evaluate(X, Y, verbose=0)).all()
+
+
+def test_a_callback_that_keeps_the_best_model_never_keeps_an_untrained_one():
+    model = full_batch_model()
+    best = keras.callbacks.EarlyStopping(
+        "loss", patience=20, restore_best_weights=True, start_from_epoch=0
+    )
+    untrained = values(model.trainable_variables)
+    model.fit(X * 8, Y, batch_size=48, epochs=20, verbose=0, callbacks=[best])
+    assert np.isfinite(best.best) and best.best > 0
+    assert not same_bits(untrained, values(model.trainable_variables))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_logs_of_an_epoch_are_the_steps_own_if_it_was_skipped(mode):
+    class FirstLogs(keras.callbacks.Callback):
+        loss = None
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.loss = self.loss or float(logs["loss"])
+
+    first = FirstLogs()
+    model = full_batch_model()
+    untrained = model.evaluate(X[:8], Y[:8], verbose=0)[0]
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[first])
+    assert int(model.optimizer.skipped_steps) > 0
+    # In training mode, BatchNormalization uses the batch's own statistics.
+    assert 0 < first.loss < 100 * untrained
