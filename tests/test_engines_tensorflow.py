@@ -14,6 +14,7 @@ from backends import BACKEND, same_bits
 from step_sequences import SEQUENCES
 
 import keras_mp
+from keras_mp import optimizer_log
 from keras_mp.backend import engine
 
 if BACKEND != "tensorflow":
@@ -360,6 +361,20 @@ def test_in_fit_skips_in_a_row_raise_on_the_last_replica_too():
     bad[BATCH - 1 :: BATCH] = np.nan
     with pytest.raises(keras_mp.errors.TrainingDivergedError, match="in a row"):
         model.fit(bad, Y, batch_size=BATCH, verbose=0, shuffle=False)
+
+
+def test_what_users_read_of_a_mirrored_optimizer_are_numbers(monkeypatch):
+    monkeypatch.setattr(optimizer_log, "_entries", {})
+    optimizer = trained(2, (0, 2))[0].optimizer
+    optimizer_log.note(optimizer)
+    (line,) = optimizer_log.lines()
+    assert line.endswith(": loss scale 256, 4 steps, 2 skipped")
+    assert float(optimizer.loss_scale) == 256.0
+    assert int(optimizer.skipped_steps) == 2
+    assert int(optimizer.consecutive_skips) == 0
+    assert bool(optimizer.last_step_finite)
+    reports = optimizer.nonfinite_report()
+    assert {line.count for line in reports} == {2}  # Steps, not replicas.
 
 
 def test_a_model_whose_layers_are_known_late_gets_its_wrapper_within_the_scope():
