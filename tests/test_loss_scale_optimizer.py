@@ -58,40 +58,6 @@ def test_overflow_halves_the_scale_and_skips_the_update(compiled, bad, dtype):
     assert int(optimizer.iterations) == 2
 
 
-INNER = {
-    "adam": lambda: keras.optimizers.Adam(0.1),
-    "adamw with exclusions": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
-    "ema": lambda: keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
-    ),
-    "global clipnorm": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=1.0),
-    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-    "schedule": lambda: keras.optimizers.RMSprop(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    ),
-    "lamb": lambda: keras.optimizers.Lamb(0.1),
-}
-
-
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("name", INNER)
-def test_a_training_with_skips_equals_the_training_without_those_steps(name, compiled):
-    rng = np.random.default_rng(0)
-    batches = [[rng.normal(size=2), rng.normal()] for _ in range(6)]
-
-    def train(poisoned):
-        optimizer, variables = make(INNER[name]())
-        step = stateful_step(optimizer, variables, compiled)
-        optimizer.scale_loss(1.0)
-        for index, batch in enumerate(batches):
-            if index in poisoned:
-                step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
-            step(scaled(optimizer, *batch))
-        return values(variables + optimizer.inner_optimizer.variables)
-
-    assert same_bits(train(poisoned=()), train(poisoned=(0, 3, 4)))
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(st.sampled_from([1.0, -2.0, np.inf, np.nan]), max_size=8),
