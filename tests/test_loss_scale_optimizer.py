@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, COMPILED, same_bits, stateful_step, values
+from backends import COMPILED, same_bits, stateful_step, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,16 +93,6 @@ def test_any_sequence_of_steps_follows_the_oracle(
         np.testing.assert_array_equal(values(variables)[0], expected)
 
 
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_missing_gradients_leave_their_variables_alone(compiled):
-    optimizer, variables = make()
-    step = stateful_step(optimizer, variables, compiled)
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        step(scaled(optimizer, None, 4.0))
-    np.testing.assert_array_equal(values(variables)[0], [1.0, 2.0])
-    assert values(variables)[1] == 1.0
-
-
 def test_float16_losses_are_scaled_in_float32():
     optimizer, _ = make(initial_scale=2.0**20)
     loss = keras.ops.convert_to_tensor(np.float16(3.0))
@@ -155,33 +145,3 @@ def test_max_consecutive_skips_stops_an_eager_loop_and_says_what_to_try():
     step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
     with pytest.raises(keras_mp.TrainingDivergedError, match="2 steps in a row.*256"):
         step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has these")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_sparse_gradients_stay_sparse(compiled):
-    import tensorflow as tf
-
-    table = keras.Variable(np.ones((1000, 4), "float32"))
-    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-    seen = []
-
-    def update_step(gradient, variable, learning_rate):
-        seen.append(gradient)
-        keras.optimizers.SGD.update_step(
-            optimizer.inner_optimizer, gradient, variable, learning_rate
-        )
-
-    optimizer.inner_optimizer.update_step = update_step
-    step = (tf.function if compiled else lambda f: f)(
-        lambda values: optimizer.apply(
-            [tf.IndexedSlices(values, tf.constant([3, 7]), tf.constant([1000, 4]))],
-            [table],
-        )
-    )
-    optimizer.scale_loss(1.0)
-    step(tf.fill((2, 4), 2.0**15))
-    assert all(isinstance(g, tf.IndexedSlices) for g in seen)
-    assert table.numpy().sum() == 4000.0 - 8.0
-    step(tf.fill((2, 4), np.float32(np.inf)))
-    assert table.numpy().sum() == 4000.0 - 8.0 and int(optimizer.skipped_steps) == 1
