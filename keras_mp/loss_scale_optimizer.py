@@ -177,6 +177,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Was the last step applied? A bool scalar, True before the first step."""
         return ops.equal(self.consecutive_skip_counter.value, 0)
 
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those within a `MultiOptimizer`; an AttributeError within any other.
+
+        Keras' callbacks for learning rates ask for it, and set each one's rate.
+        """
+        return self.inner_optimizer.optimizers
+
     def raise_if_diverged(
         self, optimizer_variables: Sequence[Any] | None = None
     ) -> None:
@@ -375,6 +383,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         tracing = engine.is_tracing()
         if self._stage.take(tracing):
             grads = self._divided(grads, variables, self.dynamic_scale.value)
+        grads = self._fit_for_accumulators(grads, variables)
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
         flags = engine.nonfinite([*grads, loss])
@@ -410,6 +419,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             g if o else u
             for g, o, u in zip(grads, overwritten, unscaled, strict=True)
         ]  # fmt: skip
+
+    def _fit_for_accumulators(
+        self, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of their variables' dtype if the inner optimizer accumulates."""
+        inner = self.inner_optimizer
+        parts = getattr(inner, "optimizers", [inner])
+        if not any(part.gradient_accumulation_steps for part in parts):
+            return list(grads)
+        # Keras adds them to accumulators of that dtype, in branches of a `cond`, where
+        # neither JAX nor TensorFlow adds float32 to float16.
+        return [
+            g if g is None else ops.cast(g, keras.backend.standardize_dtype(v.dtype))
+            for g, v in zip(grads, variables, strict=True)
+        ]
 
     # Stateless use ---------------------------------------------------------------
 

@@ -73,6 +73,15 @@ COMPILED = {"jax": [False, True], "tensorflow": [False, True, "xla"]}.get(
 )
 
 
+def graphs_within(graph):
+    """A TensorFlow graph and those of its branches, theirs included."""
+    yield graph
+    for op in graph.get_operations():
+        for attribute in op.node_def.attr.values():
+            if attribute.HasField("func"):
+                yield from graphs_within(graph._get_function(attribute.func.name).graph)
+
+
 def gradients(loss_fn, variables):
     """Gradients of `loss_fn()` with respect to Keras variables, eagerly.
 

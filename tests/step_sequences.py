@@ -147,5 +147,8 @@ SEQUENCES = {
     "accumulated": StepSequence(
         "..i....n.b...", inner={"gradient_accumulation_steps": 4}
     ),
+    "accumulated, sparse": StepSequence(
+        "..i....n.b...", inner={"gradient_accumulation_steps": 4}, sparse=True
+    ),
     "clipped by value": StepSequence("..i.n.b..", inner={"clipvalue": 0.5}),
 }

@@ -5,7 +5,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, COMPILED, same_bits, stateful_step, values
+from backends import COMPILED, same_bits, stateful_step, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,40 +60,6 @@ def test_overflow_halves_the_scale_and_skips_the_update(compiled, bad, dtype):
     assert int(optimizer.iterations) == 2
 
 
-INNER = {
-    "adam": lambda: keras.optimizers.Adam(0.1),
-    "adamw with exclusions": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
-    "ema": lambda: keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
-    ),
-    "global clipnorm": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=1.0),
-    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-    "schedule": lambda: keras.optimizers.RMSprop(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    ),
-    "lamb": lambda: keras.optimizers.Lamb(0.1),
-}
-
-
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("name", INNER)
-def test_a_training_with_skips_equals_the_training_without_those_steps(name, compiled):
-    rng = np.random.default_rng(0)
-    batches = [[rng.normal(size=2), rng.normal()] for _ in range(6)]
-
-    def train(poisoned):
-        optimizer, variables = make(INNER[name]())
-        step = stateful_step(optimizer, variables, compiled)
-        optimizer.scale_loss(1.0)
-        for index, batch in enumerate(batches):
-            if index in poisoned:
-                step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
-            step(scaled(optimizer, *batch))
-        return values(variables + optimizer.inner_optimizer.variables)
-
-    assert same_bits(train(poisoned=()), train(poisoned=(0, 3, 4)))
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(st.sampled_from([1.0, -2.0, np.inf, np.nan]), max_size=8),
@@ -130,16 +96,6 @@ def test_any_sequence_of_steps_follows_the_oracle(
         assert int(optimizer.consecutive_skips) == oracle.consecutive_skips
         assert bool(optimizer.last_step_finite) == oracle.last_step_finite
         np.testing.assert_array_equal(values(variables)[0], expected)
-
-
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_missing_gradients_leave_their_variables_alone(compiled):
-    optimizer, variables = make()
-    step = stateful_step(optimizer, variables, compiled)
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        step(scaled(optimizer, None, 4.0))
-    np.testing.assert_array_equal(values(variables)[0], [1.0, 2.0])
-    assert values(variables)[1] == 1.0
 
 
 def test_float16_losses_are_scaled_in_float32():
@@ -194,33 +150,3 @@ def test_max_consecutive_skips_stops_an_eager_loop_and_says_what_to_try():
     step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
     with pytest.raises(keras_mp.TrainingDivergedError, match="2 steps in a row.*256"):
         step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has these")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_sparse_gradients_stay_sparse(compiled):
-    import tensorflow as tf
-
-    table = keras.Variable(np.ones((1000, 4), "float32"))
-    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-    seen = []
-
-    def update_step(gradient, variable, learning_rate):
-        seen.append(gradient)
-        keras.optimizers.SGD.update_step(
-            optimizer.inner_optimizer, gradient, variable, learning_rate
-        )
-
-    optimizer.inner_optimizer.update_step = update_step
-    step = (tf.function if compiled else lambda f: f)(
-        lambda values: optimizer.apply(
-            [tf.IndexedSlices(values, tf.constant([3, 7]), tf.constant([1000, 4]))],
-            [table],
-        )
-    )
-    optimizer.scale_loss(1.0)
-    step(tf.fill((2, 4), 2.0**15))
-    assert all(isinstance(g, tf.IndexedSlices) for g in seen)
-    assert table.numpy().sum() == 4000.0 - 8.0
-    step(tf.fill((2, 4), np.float32(np.inf)))
-    assert table.numpy().sum() == 4000.0 - 8.0 and int(optimizer.skipped_steps) == 1

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
@@ -25,6 +26,10 @@ __all__ = [
     "unscale",
     "update_if",
 ]
+
+# Gradients up to this many elements are checked together, so that the number of
+# reductions does not grow with the number of variables.
+GROUPED_ELEMENTS = 64 * 1024
 
 
 def is_tracing() -> bool:
@@ -112,7 +117,13 @@ def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
 
 def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
     """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
-    largest = tf.stack([_largest_bits(g) for g in grads])
+    grads = [_on_values(tf.convert_to_tensor, g) for g in grads]
+    alike: dict[Any, list[int]] = {}
+    for index, grad in enumerate(grads):
+        alike.setdefault(_group(grad) or index, []).append(index)
+    groups = alike.values()
+    largest = tf.concat([_largest_bits([grads[i] for i in g]) for g in groups], axis=0)
+    largest = tf.gather(largest, np.argsort([i for g in groups for i in g]))
     return _on_any_replica(tf.stack([largest == _INFINITY, largest > _INFINITY]))
 
 
@@ -129,17 +140,33 @@ def _on_any_replica(flags: tf.Tensor) -> tf.Tensor:
     return count > 0
 
 
-def _largest_bits(grad: Any) -> tf.Tensor:
+def _group(grad: Any) -> Any:
+    """What small dense gradients that may be checked together have in common."""
+    if grad is None or isinstance(grad, tf.IndexedSlices):
+        return None
+    elements = grad.shape.num_elements()
+    small = elements is not None and elements <= GROUPED_ELEMENTS
+    return (tuple(grad.shape), grad.dtype) if small else None
+
+
+def _largest_bits(grads: list[Any]) -> tf.Tensor:
     # The bits of |x| order as integers do: infinity above all numbers, nan above it.
     # An integer maximum, unlike one of floats, cannot lose a nan.
-    if grad is None:
-        return tf.constant(0)
-    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    if values.dtype == tf.float64:  # A large one would become infinite in float32.
-        values = tf.where(tf.math.is_finite(values), tf.zeros_like(values), values)
-    magnitude = tf.abs(tf.cast(values, tf.float32))
+    if grads[0] is None:
+        return tf.zeros((1,), tf.int32)
     # Of no elements at all the maximum is the lowest integer: finite.
-    return tf.reduce_max(tf.bitcast(magnitude, tf.int32))
+    if len(grads) > 1:
+        rows = tf.stack(grads)
+        return tf.reduce_max(_bits(rows), axis=range(1, rows.shape.rank))
+    (grad,) = grads
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    return tf.reduce_max(_bits(values))[tf.newaxis]
+
+
+def _bits(x: tf.Tensor) -> tf.Tensor:
+    if x.dtype == tf.float64:  # A large one would become infinite in float32.
+        x = tf.where(tf.math.is_finite(x), tf.zeros_like(x), x)
+    return tf.bitcast(tf.abs(tf.cast(x, tf.float32)), tf.int32)
 
 
 _INFINITY = 0x7F800000
