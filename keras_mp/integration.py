@@ -174,7 +174,7 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
         or any_measured(model.metrics_variables)
     ):
         return results
-    if int(ops.convert_to_tensor(optimizer.broken_counter)):
+    if int(ops.copy(optimizer.broken_counter.value)):
         return keras.tree.map_structure(lambda _: float("nan"), results)
     return {}
 

@@ -219,7 +219,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().finalize_variable_values(var_list)
             return
         # Before the first applied step the averages of `use_ema` average nothing.
-        if int(ops.convert_to_tensor(self.inner_optimizer._iterations)):
+        if int(ops.copy(self.inner_optimizer._iterations.value)):
             super().finalize_variable_values(var_list)
         self.raise_if_diverged()
 

@@ -21,18 +21,18 @@ class Entry:
     skipped_steps: keras.Variable | None
 
     def __str__(self) -> str:
-        steps = f"{_number(self.iterations)} steps"
+        steps = f"{int(_number(self.iterations))} steps"
         if self.loss_scale is None:
             return f"{self.name}: no loss scaling, {steps}"
-        scale = f"{self.name}: loss scale {_number(self.loss_scale):g}, {steps}"
+        scale = f"{self.name}: loss scale {float(_number(self.loss_scale)):g}, {steps}"
         if self.skipped_steps is None:  # Keras' own wrapper does not count them.
             return f"{scale}, skipped steps not counted"
-        return f"{scale}, {_number(self.skipped_steps)} skipped"
+        return f"{scale}, {int(_number(self.skipped_steps))} skipped"
 
 
 def _number(variable: keras.Variable) -> Any:
-    # A variable with a value on each of TensorFlow's replicas has no `int`.
-    return ops.convert_to_numpy(ops.convert_to_tensor(variable)).item()
+    # A variable with a value on each of TensorFlow's replicas has no `int`; a copy has.
+    return ops.copy(variable.value)
 
 
 _entries: dict[int, Entry] | None = None

@@ -48,9 +48,9 @@ class SkipWatch:
                 that were reported are not held against a training that goes on.
         """
         # Of a variable with a value on each of TensorFlow's replicas, one value.
-        state = LossScaleState(*(ops.convert_to_tensor(value) for value in state))
+        state = LossScaleState(*(ops.copy(value) for value in state))
         skips, total = int(state.consecutive_skips), int(state.skipped_steps)
-        steps = int(ops.convert_to_tensor(iterations)) + total
+        steps = int(ops.copy(iterations)) + total
         where = (
             f"at step {steps} (loss scale {float(state.scale):g}; "
             "variables whose gradients were not finite last: "

@@ -182,7 +182,9 @@ def fit():
         history = model.fit(
             batches(poisoned_row), steps_per_epoch=steps, verbose=0, shuffle=False
         )
-        step = inspect.getclosurevars(model.train_function).nonlocals["step_function"]
+        step = inspect.getclosurevars(model.train_function.__wrapped__).nonlocals[
+            "step_function"
+        ]
         kept = model.variables + optimizer.inner_optimizer.variables
         return {
             "values": {v.path: whole(v).tobytes().hex() for v in kept},

@@ -1,5 +1,6 @@
 """A sequence of steps under tf.distribute; as a script, one worker of several."""
 
+import functools
 import json
 import os
 import sys
@@ -9,6 +10,15 @@ import tensorflow as tf
 from step_sequences import SEQUENCES, WEIGHTS, trace_line
 
 import keras_mp
+
+
+@functools.cache
+def mirrored(replicas):
+    # TensorFlow's collectives know one group of replicas in a process, once.
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        tf.distribute.ReductionToOneDevice() if replicas != 2 else None,
+    )
 
 
 def local_values(strategy, variables):

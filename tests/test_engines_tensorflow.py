@@ -22,21 +22,16 @@ if BACKEND != "tensorflow":
 
 import engine_tensorflow
 import tensorflow as tf
-from engine_tensorflow import local_values, trace
+from engine_tensorflow import local_values, mirrored, trace
 
-
-@functools.cache
-def mirrored(replicas):
-    # TensorFlow's collectives know one group of replicas in a process, once.
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        tf.distribute.ReductionToOneDevice() if replicas != 2 else None,
-    )
-
+# What is told of them is tested in test_skip_watch.py.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*broken whatever the loss scale:UserWarning"
+)
 
 # A loop of one's own -------------------------------------------------------------
 
-GRAPH = [name for name in SEQUENCES if name != "accumulated"]
+GRAPH = [name for name in SEQUENCES if "accumulated" not in name]
 CASES = [
     *((name, 2, "compiled") for name in GRAPH),
     ("inf", 4, "compiled"),
@@ -54,6 +49,22 @@ def test_every_replica_follows_the_oracle_to_the_bit(name, replicas, mode):
     sequence = SEQUENCES[name]
     traces = trace(mirrored(replicas), sequence, mode == "compiled")
     assert traces == [sequence.expected()] * replicas
+
+
+def test_keras_own_wrapper_writes_the_infinity_of_another_replica_into_the_weights():
+    strategy = mirrored(2)
+    with strategy.scope():
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        weight = keras.Variable(np.ones(1, "float32"))
+        optimizer.build([weight])
+
+    def step():
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        grad = tf.where(tf.equal(replica, 1), [np.float32("inf")], [1.0])
+        optimizer.apply([grad], [weight])
+
+    tf.function(lambda: strategy.run(step))()
+    assert not np.isfinite(weight.numpy()).any()
 
 
 @pytest.fixture(scope="module")

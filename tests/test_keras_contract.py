@@ -17,6 +17,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+from keras import ops
 from keras.src import backend as keras_backend
 
 # Variable.__array__ of Keras 3.15 takes no `copy`, which NumPy 2 warns about
@@ -35,6 +36,9 @@ only_on_tensorflow = pytest.mark.skipif(
 only_on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a fact about torch")
 not_on_tensorflow = pytest.mark.skipif(
     BACKEND == "tensorflow", reason="a fact about JAX and torch"
+)
+not_on_jax = pytest.mark.skipif(
+    BACKEND == "jax", reason="there its stateful apply leaks tracers"
 )
 not_on_torch = pytest.mark.skipif(
     BACKEND == "torch", reason="a fact about JAX and TensorFlow"
@@ -446,6 +450,54 @@ def test_the_scalers_stateful_apply_leaks_tracers_on_eager_jax():
 
 
 @not_on_torch
+@not_on_jax
+@fact
+def test_the_scaler_halves_its_scale_down_to_zero_and_doubles_it_up_to_infinity():
+    """The scaler's scale has no bounds: skips bring it to 0, growth to infinity."""
+    variable = keras.Variable(np.ones(1, "float32"))
+    scaler = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(), dynamic_growth_steps=1
+    )
+    scaler.build([variable])
+    for _ in range(170):
+        scaler.apply([ops.array([np.nan], "float32")], [variable])
+    assert float(ops.convert_to_numpy(scaler.dynamic_scale)) == 0
+    scaler.dynamic_scale.assign(2.0**127)
+    scaler.apply([ops.array([1.0], "float32")], [variable])
+    assert float(ops.convert_to_numpy(scaler.dynamic_scale)) == np.inf
+
+
+def fit_on_infinities(optimizer):
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(keras.optimizers.LossScaleOptimizer(optimizer), "mse")
+    x = np.full((4, 3), np.inf, "float32")
+    loss = model.fit(x, np.ones((4, 2)), batch_size=2, verbose=0).history["loss"]
+    return model, loss
+
+
+@fact
+def test_a_skipped_step_leaves_nan_in_statistics_and_in_the_loss_of_the_epoch():
+    """fit with the scaler puts nothing back of a step that it skips."""
+    model, loss = fit_on_infinities(keras.optimizers.SGD())
+    assert np.isnan(loss).all()
+    statistics = model.layers[0].non_trainable_variables
+    assert not np.isfinite([np.asarray(v) for v in statistics]).all()
+
+
+@fact
+def test_a_fit_of_skipped_steps_ends_with_averages_of_zero_in_the_weights():
+    """Averages of use_ema start at zero, and fit writes them into the weights at its
+    end, whether or not a step was applied."""
+    model, _ = fit_on_infinities(keras.optimizers.SGD(use_ema=True))
+    assert not any(np.any(np.asarray(v)) for v in model.trainable_variables)
+
+
 @fact
 def test_an_unbuilt_scaler_multiplies_a_float16_loss_in_float16():
     """Before it is built, Keras' LossScaleOptimizer scales a float16 loss in

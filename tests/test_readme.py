@@ -8,8 +8,11 @@ import numpy as np
 from backends import BACKEND
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
+BACKENDS = ("jax", "tensorflow", "torch")
 BLOCK = re.compile(
-    r"(?:<!-- backend: (?P<backend>\w+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL
+    r"(?:<!-- backend: (?P<backend>\w+)(?P<not_run>, not run)? -->\n)?"
+    r"```python\n(?P<code>.*?)```",
+    re.DOTALL,
 )
 
 
@@ -17,17 +20,37 @@ def dtype(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
 
 
-def test_the_code_of_readme_runs_and_does_what_it_says():
+def one_step_under_the_distribution(names):
+    try:
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        loss = model.fit(names["x"], names["y"], verbose=0).history["loss"]
+        assert np.isfinite(loss).all() and hasattr(model.optimizer, "skipped_steps")
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch):
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+        from engine_tensorflow import mirrored
+
+        strategy = mirrored(2)  # The one of this process, see there.
+        monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
     rng = np.random.default_rng(0)
     names = {
         "x": rng.normal(size=(32, 16)).astype("float32"),
         "y": rng.integers(0, 10, 32),
     }
     blocks = list(BLOCK.finditer(README.read_text()))
-    assert {block["backend"] for block in blocks} == {None, "jax", "tensorflow"}
+    assert {block["backend"] for block in blocks} == {None, *BACKENDS}
     for block in blocks:
-        if block["backend"] in (None, BACKEND):
-            exec(compile(block["code"], str(README), "exec"), names)
+        code = compile(block["code"], str(README), "exec")
+        # What takes several processes is run by the tests of the engines.
+        if block["backend"] in (None, BACKEND) and not block["not_run"]:
+            exec(code, names)
+        if keras.distribution.distribution() is not None:
+            one_step_under_the_distribution(names)
     hidden, softmax = names["model"].layers
     assert (hidden.compute_dtype, softmax.compute_dtype) == ("float16", "float32")
     assert dtype(names["norm"](np.ones((2, 3), "float32"))) == "float32"
@@ -36,3 +59,10 @@ def test_the_code_of_readme_runs_and_does_what_it_says():
     assert dtype(names["layer"](names["x"])) == "float16"
     if BACKEND in ("jax", "tensorflow"):
         assert np.isfinite(float(names["loss"]))
+
+
+def test_every_test_that_readme_names_is_there():
+    tests = "".join(p.read_text() for p in pathlib.Path(__file__).parent.glob("*.py"))
+    named = re.findall(r"`(test_\w+)`", README.read_text())
+    assert len(named) > 15
+    assert [name for name in named if f"def {name}(" not in tests] == []
