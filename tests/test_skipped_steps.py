@@ -5,7 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, same_bits, values
+from backends import BACKEND, same_bits, scaling_model, values
 
 import keras_mp
 
@@ -21,17 +21,13 @@ if BACKEND == "torch":
     del MODES["XLA"]
 
 
-def model_under(policy="mixed_float16", **kwargs):
+def model_under(policy="mixed_float16", model_class=keras.Model, **kwargs):
     keras.utils.set_random_seed(0)
     with keras_mp.policy_scope(policy):
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(8, activation="relu"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(1),
-            ]
-        )
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(8, activation="relu")(inputs)
+        hidden = keras.layers.BatchNormalization()(hidden)
+        model = model_class(inputs, keras.layers.Dense(1)(hidden))
     optimizer = keras.optimizers.Adam(
         0.01, use_ema=True, ema_momentum=0.9, global_clipnorm=1.0
     )
@@ -85,6 +81,17 @@ def test_a_training_with_poisoned_batches_equals_the_one_without_them(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_so_it_does_with_a_train_step_of_the_users_own(mode):
+    own = dict(model_class=scaling_model(), **MODES[mode])
+    _, clean_history, clean_values = trained((), **own)
+    model, history, skipped_values = trained((0, 3), **own)
+    assert int(model.optimizer.skipped_steps) == 2
+    assert float(model.optimizer.loss_scale) == 256.0
+    assert same_bits(clean_values, skipped_values)
+    assert history.history == clean_history.history
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_no_batch_log_shows_a_skipped_step(mode):
     class Logs(keras.callbacks.Callback):
         seen = []
@@ -127,7 +134,7 @@ def test_an_overflow_of_the_scale_alone_lowers_it(mode):
 def test_a_fit_whose_every_step_is_skipped_changes_nothing(mode):
     # Keras' finalization would write the averages, still zero, into the weights.
     model = model_under(**MODES[mode])
-    kept = model.trainable_variables + model.layers[1].non_trainable_variables
+    kept = model.trainable_variables + model.non_trainable_variables
     before = values(kept)
     with pytest.warns(UserWarning, match="whatever the loss scale"):
         model.fit(np.full_like(X, np.inf), Y, batch_size=8, verbose=0)
