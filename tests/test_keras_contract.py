@@ -449,7 +449,6 @@ def test_the_scalers_stateful_apply_leaks_tracers_on_eager_jax():
         assert isinstance(lost._value, jax.core.Tracer)
 
 
-@not_on_torch
 @not_on_jax
 @fact
 def test_the_scaler_halves_its_scale_down_to_zero_and_doubles_it_up_to_infinity():
@@ -498,6 +497,7 @@ def test_a_fit_of_skipped_steps_ends_with_averages_of_zero_in_the_weights():
     assert not any(np.any(np.asarray(v)) for v in model.trainable_variables)
 
 
+@not_on_torch
 @fact
 def test_an_unbuilt_scaler_multiplies_a_float16_loss_in_float16():
     """Before it is built, Keras' LossScaleOptimizer scales a float16 loss in
