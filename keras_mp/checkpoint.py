@@ -142,7 +142,9 @@ def _values(
         counts = (
             keras.backend.is_int_dtype(variable.dtype) and id(variable) not in inner
         )
-        if (counts or variable is optimizer.iterations) and not np.all(value >= 0):
+        if (counts or variable is optimizer.iterations) and not (
+            value.dtype.kind in "iuf" and np.all((value >= 0) & (value < 2**31))
+        ):
             raise _damaged(optimizer, f"hold {what} counts of at least 0", value)
         if variable is optimizer.dynamic_scale:
             if not value >= 0 or (ours and not 0 < value < np.inf):

@@ -118,11 +118,6 @@ class GradientStage:
         )
         return False
 
-    def forget(self) -> None:
-        """A model was compiled with the optimizer: what was seen before is void."""
-        self.stage = Stage.NEVER_SCALED
-        self._traced = self._unscaled_since = False
-
     def _saw(self, stage: Stage, tracing: bool) -> None:
         self.stage = stage
         self._traced = tracing

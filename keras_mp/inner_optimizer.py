@@ -87,7 +87,7 @@ def start_averages(inner_optimizer: Any) -> None:
     is skipped. The first applied step writes over them either way.
     """
     for optimizer in (inner_optimizer, *getattr(inner_optimizer, "optimizers", ())):
-        if optimizer.use_ema:
+        if optimizer.use_ema and not int(ops.copy(optimizer._iterations.value)):
             for average, variable in zip(
                 optimizer._model_variables_moving_average,
                 optimizer._trainable_variables,

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from keras_mp import gradient_stage, optimizer_log
@@ -165,18 +164,15 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
     """What metrics say, unless only skipped steps went by since they were reset.
 
     They say 0 then, the best loss that a ModelCheckpoint ever sees. Without results
-    Keras takes the logs of the last step, its own; of a broken step those are 0 too.
+    Keras takes the logs of the last step, which are its own.
     """
     optimizer = getattr(model, "optimizer", None)
-    if (
-        not isinstance(optimizer, LossScaleOptimizer)
-        or optimizer.last_step_finite
-        or any_measured(model.metrics_variables)
-    ):
-        return results
-    if int(ops.copy(optimizer.broken_counter.value)):
-        return keras.tree.map_structure(lambda _: float("nan"), results)
-    return {}
+    only_skips = (
+        isinstance(optimizer, LossScaleOptimizer)
+        and not optimizer.last_step_finite
+        and not any_measured(model.metrics_variables)
+    )
+    return {} if only_skips else results
 
 
 def _scale_optimizer(model: Any) -> None:

@@ -6,14 +6,14 @@ Nothing here knows of optimizers, models or devices. The rule, as pseudocode:
                 if finite_steps >= dynamic_growth_steps:
                     scale = min(scale * growth_factor, max_scale); finite_steps = 0
     else:       skipped_steps += 1; consecutive_skips += 1
-                if the loss itself was finite and scale > min_scale:
+                if the loss itself was finite, scale > min_scale, and dynamic:
                     finite_steps = 0
                     if consecutive_skips >= hysteresis:
                         scale = max(scale * backoff_factor, min_scale)
                 else: broken_steps += 1
 
-A loss that is not finite, and gradients that are not at the lowest scale, are no fault
-of the scale: it stays, however often that happens.
+A loss that is not finite, and gradients that are not at a scale that goes no lower, are
+no fault of the scale: it stays, however often that happens.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 and its
 appendix on dynamic scaling; hysteresis as in NVIDIA Apex: the first skips of a row are
@@ -146,7 +146,9 @@ class LossScaleRule:
         too_high = ops.logical_and(
             skipped,
             ops.logical_and(
-                ops.convert_to_tensor(loss_finite, "bool"), scale > self.min_scale
+                ops.convert_to_tensor(loss_finite, "bool"),
+                # A scale that does not move is never lowered.
+                ops.logical_and(scale > self.min_scale, self.dynamic),
             ),
         )
         broken = ops.logical_and(skipped, ops.logical_not(too_high))

@@ -61,9 +61,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_scale: the scale never rises above this; at most 2**126.
         hysteresis: non-finite steps in a row before the scale backs off.
         max_consecutive_skips: raise `TrainingDivergedError` after so many skipped
-            steps in a row; None never does. `fit` looks once every so many steps, so
-            that no step waits for the device; compiled loops of your own call
-            `raise_if_diverged`.
+            steps in a row; None never does. `fit` looks once every so many steps, and
+            in a hundred, so that no step waits for the device: a row of twice as many
+            never goes unseen. Compiled loops of your own call `raise_if_diverged`.
         name: name of the optimizer.
 
     Raises:
@@ -272,10 +272,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = list(variables)
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
-            with engine.outside_trace():
-                start_averages(self.inner_optimizer)
         else:
             self.inner_optimizer._check_variables_are_known(variables)
+        with engine.outside_trace():
+            start_averages(self.inner_optimizer)
         # Keras' wrapper would create its state once more: go to the base class.
         keras.optimizers.Optimizer.build(self, variables)
         self.nonfinite_counts = self._own_variable(
@@ -383,10 +383,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         tracing = engine.is_tracing()
         if self._stage.take(tracing):
             grads = self._divided(grads, variables, self.dynamic_scale.value)
-        grads = self._fit_for_accumulators(grads, variables)
+        narrowed = self._narrowed(grads, variables)
+        if self._accumulates():
+            # Keras adds them to accumulators of that dtype, in branches of a `cond`,
+            # where neither JAX nor TensorFlow adds float32 to float16.
+            grads = narrowed
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
-        flags = engine.nonfinite([*grads, loss])
+        flags = engine.nonfinite([*narrowed, loss])
         flags, loss_flags = flags[:, :-1], flags[:, -1]
         finite = engine.none_of(flags)
         self._count_nonfinite(flags, variables)
@@ -420,20 +424,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             for g, o, u in zip(grads, overwritten, unscaled, strict=True)
         ]  # fmt: skip
 
-    def _fit_for_accumulators(
-        self, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> list[Any]:
-        """Gradients of their variables' dtype if the inner optimizer accumulates."""
+    def _narrowed(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Gradients in the dtype of float16 and bfloat16 variables, others as they are.
+
+        Keras' optimizers cast them so, and what was finite may then not be.
+        """
+        dtypes = [keras.backend.standardize_dtype(v.dtype) for v in variables]
+        return [
+            ops.cast(g, d) if g is not None and d in ("float16", "bfloat16") else g
+            for g, d in zip(grads, dtypes, strict=True)
+        ]
+
+    def _accumulates(self) -> bool:
         inner = self.inner_optimizer
         parts = getattr(inner, "optimizers", [inner])
-        if not any(part.gradient_accumulation_steps for part in parts):
-            return list(grads)
-        # Keras adds them to accumulators of that dtype, in branches of a `cond`, where
-        # neither JAX nor TensorFlow adds float32 to float16.
-        return [
-            g if g is None else ops.cast(g, keras.backend.standardize_dtype(v.dtype))
-            for g, v in zip(grads, variables, strict=True)
-        ]
+        return any(part.gradient_accumulation_steps for part in parts)
 
     # Stateless use ---------------------------------------------------------------
 
@@ -563,6 +568,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         self._inner_follows = False
         self._inner_follows = checkpoint.load(self, store)
+        skips, broken = self.skip_counter.value, self.broken_counter.value
+        self.skip_watch.resume(int(ops.copy(skips)), int(ops.copy(broken)))
 
     def __dir__(self) -> list[str]:
         # Keras' saving goes on to what dir() names. After a refused checkpoint it must
@@ -580,9 +587,14 @@ class _GradientsOf(list):
 
 
 def _multiply_wide(loss: Any, scale: Any) -> Any:
-    """loss * scale in float32: in float16 the product would overflow at once."""
+    """loss * scale in float32: in float16 the product would overflow at once.
+
+    A loss that is not finite may have gradients that are, a mean absolute error of
+    infinity for one. Here they become nan, so that its step is skipped everywhere.
+    """
     loss = ops.convert_to_tensor(loss)
     wide = "float64" if keras.backend.standardize_dtype(loss.dtype) == "float64" else (
         "float32"
     )  # fmt: skip
-    return ops.multiply(ops.cast(loss, wide), ops.cast(scale, wide))
+    factor = ops.where(ops.isfinite(loss), ops.cast(scale, wide), np.nan)
+    return ops.multiply(ops.cast(loss, wide), ops.cast(factor, wide))

@@ -27,10 +27,15 @@ class SkipWatch:
         if max_consecutive_skips is not None:
             check_whole_number("max_consecutive_skips", max_consecutive_skips)
         self.max_consecutive_skips = max_consecutive_skips
-        # `fit` looks once in so many steps.
-        self.interval = max_consecutive_skips or 100
+        # `fit` looks once in so many steps: a row of twice as many never goes unseen.
+        self.interval = min(max_consecutive_skips or 100, 100)
         self._warned = False
-        self._reported_skips = 0
+        self.resume(skipped_steps=0, broken_steps=0)
+
+    def resume(self, skipped_steps: int, broken_steps: int) -> None:
+        """Takes these counts, of a checkpoint, for told already."""
+        self._reported_skips = skipped_steps
+        self._told_broken_steps = broken_steps
 
     def look(
         self, state: LossScaleState, iterations: Any, counts: Any, variables: Any
@@ -65,12 +70,12 @@ class SkipWatch:
                 f"{where}{_some_of(newest(counts, variables))}), and "
                 f"max_consecutive_skips={self.max_consecutive_skips}. {_REMEDY}"
             )
-        if int(state.broken_steps) and not self._warned:
+        if int(state.broken_steps) > self._told_broken_steps and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{int(state.broken_steps)} of {total} skipped steps were broken "
-                "whatever the loss scale: the loss itself, or gradients at the lowest "
-                f"scale, were not finite. Seen {where}"
+                "whatever the loss scale: the loss itself was not finite, or gradients "
+                f"at a scale that goes no lower. Seen {where}"
                 f"{_some_of(newest(counts, variables))}). The scale was not lowered "
                 f"for them. {_REMEDY}",
                 stacklevel=2,

@@ -4,7 +4,7 @@ Written from the description of the rule and not from `keras_mp`: nothing here
 imports the package or Keras, so that a mistake would have to be made twice.
 The rule is that of Micikevicius et al. 2018, section 3.2, with the hysteresis of
 NVIDIA Apex (`update_scale_hysteresis`). A step is broken, and its scale not to
-blame, if the loss was not finite or the scale was at its floor already.
+blame, if the loss was not finite or the scale could not be lowered.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class LossScaleOracle:
     def _after_a_skipped_step(self, loss_finite: bool) -> None:
         self.skipped_steps += 1
         self.consecutive_skips += 1
-        if not loss_finite or self.scale == np.float32(self.min_scale):
+        floor = not self.dynamic or self.scale == np.float32(self.min_scale)
+        if not loss_finite or floor:
             self.broken_steps += 1
             return
         self.finite_steps = 0

@@ -73,7 +73,7 @@ SLOTS = ["average", "momentum", "velocity"]
 SHARDED = {
     "data": [],
     "model": ["kernel", "bias", *(
-        f"sequential_dense_{name}_{slot}" for slots in (SLOTS[:1], SLOTS[1:])
+        f"dense_{name}_{slot}" for slots in (SLOTS[:1], SLOTS[1:])
         for name in ("kernel", "bias") for slot in slots
     )],
 }  # fmt: skip

@@ -337,7 +337,7 @@ def test_in_fit_four_replicas_follow_the_last_one_of_them():
 def test_in_fit_batch_logs_show_no_skipped_step():
     seen = []
     model = fitted_model(mirrored(2))
-    x, y = poisoned((0, 2), BATCH - 1)
+    x, y = poisoned((1, 3), BATCH - 1)
     callback = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(
             {name: float(value) for name, value in logs.items()}
@@ -345,7 +345,8 @@ def test_in_fit_batch_logs_show_no_skipped_step():
     )
     model.fit(x, y, BATCH, callbacks=[callback], shuffle=False, verbose=0)
     assert all(np.isfinite(value) for logs in seen for value in logs.values())
-    assert seen[3] == seen[2]  # The skipped step, and the one before.
+    assert seen[1] == seen[0]  # The skipped step, and the one before.
+    assert seen[4] == seen[3]
 
 
 def test_in_fit_an_overflow_backs_off_once_for_all_replicas():
@@ -432,3 +433,23 @@ def test_what_was_saved_under_a_strategy_trains_on(reader, tmp_path):
 def test_autograph_can_convert_what_a_compiled_loop_calls(name):
     # What it cannot, it runs as it is, with a warning to the user.
     tf.autograph.to_graph(getattr(engine, name))
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_in_fit_what_a_layer_holds_is_no_replicas_sum(aggregation):
+    class Holding(keras.layers.Dense):
+        def build(self, shape):
+            super().build(shape)
+            self.held = self.add_weight(
+                shape=(), initializer="ones", trainable=False, aggregation=aggregation
+            )
+
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), Holding(1, dtype="mixed_float16")])
+        model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    x = np.ones((12, 2), "float32")
+    x[4] = np.inf
+    model.fit(x, np.ones((12, 1)), batch_size=4, shuffle=False, verbose=0)
+    assert int(model.optimizer.skipped_steps) == 1
+    assert local_values(strategy, [model.layers[0].held]) == [[1.0], [1.0]]

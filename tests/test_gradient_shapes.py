@@ -217,6 +217,16 @@ def test_a_gradient_beyond_its_accumulators_dtype_is_skipped():
     assert int(optimizer.skipped_steps) == 1
 
 
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_a_gradient_beyond_its_variables_dtype_is_skipped(compiled):
+    variable = low_precision_variable("float16")
+    optimizer = scaling(keras.optimizers.Adam(0.5))
+    step = stateful_step(optimizer, [variable], compiled)
+    step([np.full(3, 1e5 * SCALE, "float32")])
+    assert int(optimizer.skipped_steps) == 1
+    assert np.isfinite(keras.ops.convert_to_numpy(variable)).all()
+
+
 @pytest.mark.skipif(not FLOAT64, reason="JAX has no float64 unless told to")
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**20])
 def test_gradients_in_float64_are_unscaled_in_float64(scale):

@@ -161,7 +161,7 @@ def test_a_static_scale_never_moves_but_counts_its_skips(next_state):
     for step in (FINITE, FINITE, OVERFLOW, OVERFLOW, BROKEN):
         state = next_state(rule, state, step)
         assert plain(state)[0] == 128
-    assert plain(state)[2:] == (3, 3, 1)
+    assert plain(state)[2:] == (3, 3, 3)
 
 
 def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale(next_state):

@@ -54,6 +54,38 @@ def test_a_loss_that_is_not_finite_is_told():
     assert float(optimizer.loss_scale) == 4.0
 
 
+def test_a_scale_that_does_not_move_and_is_too_high_is_told():
+    optimizer, variables = make(dynamic=False, min_scale=1.0)
+    step = stateful_step(optimizer, variables, compiled=False)
+    with pytest.warns(UserWarning, match="at a scale that goes no lower"):
+        step(BROKEN)
+
+
+def test_after_loading_only_what_is_new_is_told_and_counted():
+    optimizer, variables = make(max_consecutive_skips=3)
+    step = stateful_step(optimizer, variables, compiled=False)
+    with pytest.warns(UserWarning, match="^1 of 1"):
+        step(BROKEN)
+    step(FINITE)
+    saved = {}
+    optimizer.save_own_variables(saved)
+    again, variables = make(max_consecutive_skips=3)
+    again.build(variables)
+    again.load_own_variables(saved)
+    again.raise_if_diverged()  # Nothing is said of what was told before it was saved.
+    step = stateful_step(again, variables, compiled=False)
+    with pytest.warns(UserWarning, match="^2 of 2"):
+        step(BROKEN)
+    step(BROKEN)
+    with pytest.raises(keras_mp.TrainingDivergedError):
+        step(BROKEN)
+    again.load_own_variables(saved)  # And back: three more are three again.
+    step(BROKEN)
+    step(BROKEN)
+    with pytest.raises(keras_mp.TrainingDivergedError):
+        step(BROKEN)
+
+
 def test_a_long_list_of_variables_is_cut():
     optimizer, _ = make()
     variables = [keras.Variable(np.float32(1), name=f"v{i}") for i in range(9)]

@@ -102,15 +102,16 @@ def test_no_batch_log_shows_a_skipped_step(mode):
     logs = Logs()
     logs.seen = []
     model = model_under(**MODES[mode])
-    fitted(model, (0, 3), callbacks=[logs])
+    fitted(model, (1, 4), callbacks=[logs])
     assert all(np.isfinite(v) for log in logs.seen for v in log.values())
-    assert logs.seen[4] == logs.seen[3]  # The skipped step, and the one before.
+    # The skipped steps, and those before.
+    assert logs.seen[1] == logs.seen[0] and logs.seen[5] == logs.seen[4]
 
 
 def test_a_callback_that_ends_training_on_nan_sees_none():
     model = model_under()
     terminate = keras.callbacks.TerminateOnNaN()
-    fitted(model, (0, 3), callbacks=[terminate])
+    fitted(model, (1, 4), callbacks=[terminate])
     assert int(model.optimizer.iterations) == 6
 
 
@@ -241,3 +242,31 @@ def test_the_first_logs_of_an_epoch_are_the_steps_own_if_it_was_skipped(mode):
     assert int(model.optimizer.skipped_steps) > 0
     # In training mode, BatchNormalization uses the batch's own statistics.
     assert 0 < first.loss < 100 * untrained
+
+
+def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradients_are():
+    # The gradient of an absolute error is a sign. Applied, the step would leave an
+    # infinity in the loss of the epoch, to be blamed for each overflow to come.
+    def train(y):
+        model = model_under()
+        optimizer = keras_mp.LossScaleOptimizer(
+            keras.optimizers.SGD(1e-3), initial_scale=256.0, dynamic_growth_steps=1
+        )
+        model.compile(optimizer, "mae")
+        model.fit(np.tile(X, (2, 1)), y, batch_size=8, shuffle=False, verbose=0)
+        return optimizer
+
+    y = np.tile(Y, (2, 1))
+    y[0] = np.inf
+    with pytest.warns(UserWarning, match="^1 of"):
+        optimizer = train(y)
+    assert int(optimizer.broken_counter) == 1
+    assert int(optimizer.iterations) + int(optimizer.skipped_steps) == 12
+    assert int(optimizer.iterations) >= 4
+
+
+def test_a_batch_without_a_loss_does_not_report_the_best_one():
+    model = model_under()
+    assert np.isnan(
+        model.train_on_batch(X[:8] * np.nan, Y[:8], return_dict=True)["loss"]
+    )

@@ -28,7 +28,7 @@ def without_step(logs: Any, results: dict[str, Any], undone: Any, before: Any) -
     """The logs as they would be without the step.
 
     At the beginning of an epoch metrics say 0 of what they never measured, which would
-    pass for the best loss so far: there a finite log of the step itself is better.
+    pass for the best loss so far: there the log of the step itself stays.
 
     Args:
         logs: what the train step returned.
@@ -41,9 +41,8 @@ def without_step(logs: Any, results: dict[str, Any], undone: Any, before: Any) -
 
     def choose(log: Any, result: Any) -> Any:
         log = ops.convert_to_tensor(log)
-        of_no_use = ops.logical_or(before, ops.logical_not(ops.isfinite(log)))
         result = ops.cast(result, log.dtype)
-        return ops.where(ops.logical_and(undone, of_no_use), result, log)
+        return ops.where(ops.logical_and(undone, before), result, log)
 
     return {
         name: keras.tree.map_structure(choose, log, results[name])

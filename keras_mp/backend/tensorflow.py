@@ -1,7 +1,8 @@
 """Loss scaling on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -233,8 +234,7 @@ def undo_skipped(
         broken = skipped & _on_any_replica(~loss_is_finite(logs))
         for variable, value in zip(own, blameless, strict=True):
             variable.assign(tf.where(broken, value, variable))
-        for variable, value in zip(variables.values(), before, strict=True):
-            variable.assign(tf.where(skipped, value, variable))
+        update_if(skipped, functools.partial(_put_back, variables.values()), before)
         # Keras on TensorFlow creates the variables of metrics within the first step.
         new = [
             m for m in model.metrics if any(id(v) not in variables for v in m.variables)
@@ -248,6 +248,18 @@ def undo_skipped(
         return without_step(logs, model.get_metrics_result(), skipped, measured)
 
     return undoing
+
+
+def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:
+    """Gives variables their values, each replica its own: none are added up."""
+
+    def assign(strategy: Any, values: list[Any]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            strategy.extended.update(
+                variable, lambda v, x: v.assign(x), args=(value,), group=False
+            )
+
+    tf.distribute.get_replica_context().merge_call(assign, args=(values,))
 
 
 def build(model: Any, data: Any) -> None:
