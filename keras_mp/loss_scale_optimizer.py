@@ -61,9 +61,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_scale: the scale never rises above this; at most 2**126.
         hysteresis: non-finite steps in a row before the scale backs off.
         max_consecutive_skips: raise `TrainingDivergedError` after so many skipped
-            steps in a row; None never does. `fit` looks once every so many steps, and
-            in a hundred, so that no step waits for the device: a row of twice as many
-            never goes unseen. Compiled loops of your own call `raise_if_diverged`.
+            steps in a row; None never does. `fit` looks once in so many steps, or in a
+            hundred, so that no step waits for the device; a row of twice as many never
+            goes unseen. Compiled loops of your own call `raise_if_diverged`.
         name: name of the optimizer.
 
     Raises:
