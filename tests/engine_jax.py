@@ -31,8 +31,8 @@ def distribution(kind):
         keras.distribution.DeviceMesh(shape, ["batch", "model"])
     )
     layout_map["matrix"] = ("model", None)
-    layout_map[".*/dense/kernel"] = (None, "model")
-    layout_map[".*/dense/bias"] = ("model",)
+    layout_map["(.*/)?dense/kernel"] = (None, "model")
+    layout_map["(.*/)?dense/bias"] = ("model",)
     return keras.distribution.ModelParallel(
         layout_map=layout_map, auto_shard_dataset=False
     )
