@@ -73,9 +73,9 @@ def convert(model: Any, policy: Any) -> Any:
 
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):
-            _forget_traces(layer)
             if layer.compiled:
                 rescale_optimizer(layer)
+            _forget_traces(layer)
     return model
 
 

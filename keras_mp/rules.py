@@ -190,6 +190,12 @@ RULES = RuleTable(
             _MEASURED,
         ),
         Rule(
+            "SpectralNormalization",
+            (layers.SpectralNormalization,),
+            "it writes its weights anew in each step: rounded, and on torch not at all",
+            _MEASURED,
+        ),
+        Rule(
             "averages",
             (layers.GlobalAveragePooling1D, layers.Average),
             "the sum, and the count of a mask, pass 65504 where the average does not",
@@ -248,13 +254,6 @@ RULES = RuleTable(
             "masked attention",
             (layers.Attention, layers.AdditiveAttention),
             "a row whose every key is masked becomes nan",
-            _MEASURED,
-            ("torch",),
-        ),
-        Rule(
-            "SpectralNormalization",
-            (layers.SpectralNormalization,),
-            "what a layer assigns to its weights in a half-precision call is lost",
             _MEASURED,
             ("torch",),
         ),
