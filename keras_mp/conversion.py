@@ -6,7 +6,8 @@ import keras
 
 from keras_mp import symbolic
 from keras_mp.outputs import keep_outputs_in_float32
-from keras_mp.policies import HALF, Policy, layer_path, policy_of, settle
+from keras_mp.parts import layer_path
+from keras_mp.policies import HALF, Policy, policy_of, settle
 from keras_mp.scaling import rescale_optimizer
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")

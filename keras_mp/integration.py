@@ -27,8 +27,8 @@ from keras_mp.backend import attention, engine
 from keras_mp.backend.logs import any_measured
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
+from keras_mp.parts import note_input_shape
 from keras_mp.policies import first_call, policy_in_files, settle, settle_by_class
-from keras_mp.rules import note_input_shape
 from keras_mp.scaling import losses_in_float32, scale_optimizer
 
 

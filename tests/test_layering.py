@@ -32,6 +32,7 @@ LAYERS = [
         "loss_scale",
         "nonfinite",
         "parts",
+        "rule",
         "rules",
         "tables",
     ],
