@@ -144,8 +144,8 @@ def _compile(original: Callable) -> Callable:
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             self._compile_config.config["auto_scale_loss"] = False
-        if keep_outputs_in_float32(self):
-            symbolic.refresh(self)
+        if changed := keep_outputs_in_float32(self):
+            symbolic.refresh(self, changed)
         scale_optimizer(self)
         return result
 

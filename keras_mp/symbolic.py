@@ -12,18 +12,23 @@ from keras import KerasTensor
 from keras_mp.parts import is_graph
 
 
-def refresh(model: Any) -> None:
+def refresh(model: Any, changed: list[Any] | None = None) -> None:
     """Makes the dtypes of all symbolic tensors of a model true again.
 
-    Every layer of the graphs in it is called once more, on symbolic tensors.
+    The layers that changed, and those whose inputs have another dtype now, are called
+    once more, on symbolic tensors.
+
+    Args:
+        changed: the layers that compute in another precision than before; None for all.
 
     Raises:
         SymbolicCallError: where such a call fails.
     """
+    stale = None if changed is None else {id(layer) for layer in changed}
     done: set[int] = set()
     for layer in model._flatten_layers():
         if is_graph(layer):
-            _refresh(layer, done)
+            _refresh(layer, stale, done)
 
 
 class SymbolicCallError(Exception):
@@ -38,23 +43,33 @@ class SymbolicCallError(Exception):
         self.layer = layer
 
 
-def _refresh(model: Any, done: set[int]) -> None:
+def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
     graph = model._functional if isinstance(model, keras.Sequential) else model
     if graph is None or id(graph) in done:
         return  # A Sequential model that is not built has no graph yet.
     done.add(id(graph))
     # Copies, so that the graph does not see these calls.
     copies = {id(tensor): _copy(tensor) for tensor in graph.inputs}
+    moved: set[int] = set()
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         for node in graph._nodes_by_depth[depth]:
             if node.is_input or any(id(t) not in copies for t in node.input_tensors):
                 continue
             operation = node.operation
             if is_graph(operation):
-                _refresh(operation, done)  # First: its outputs' dtypes are read there.
+                _refresh(operation, stale, done)  # Its outputs' dtypes are read there.
+            elif not (
+                stale is None
+                or id(operation) in stale
+                or any(id(tensor) in moved for tensor in node.input_tensors)
+            ):
+                copies.update((id(tensor), _copy(tensor)) for tensor in node.outputs)
+                continue
             outputs = _call(operation, *node.arguments.fill_in(copies))
             for tensor, copy in zip(node.outputs, outputs, strict=True):
-                tensor._dtype = copy.dtype
+                if tensor.dtype != copy.dtype:
+                    moved.add(id(tensor))
+                    tensor._dtype = copy.dtype
                 copies[id(tensor)] = copy
 
 
