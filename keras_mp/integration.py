@@ -28,7 +28,7 @@ from keras_mp.backend import attention, engine
 from keras_mp.backend.logs import any_measured
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
-from keras_mp.parts import note_input_shape
+from keras_mp.parts import note_call
 from keras_mp.policies import first_call, policy_in_files, settle, settle_by_class
 from keras_mp.scaling import losses_in_float32, scale_optimizer
 
@@ -104,7 +104,7 @@ def _layer_call(original: Callable) -> Callable:
         settled = vars(self).get("_keras_mp_settled")
         first = settled is None or not self.built or settled is not self.dtype_policy
         if first:
-            note_input_shape(self, args)
+            note_call(self, args, kwargs)
             settle(self)
             model_inputs.leave_as_they_come(self)
         if model_inputs.come_as_they_are(self):

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import KerasTensor
 
-from keras_mp.parts import is_graph
+from keras_mp.parts import called_with, is_graph
 
 
 def refresh(model: Any, changed: list[Any] | None = None) -> None:
@@ -31,16 +31,35 @@ def refresh(model: Any, changed: list[Any] | None = None) -> None:
             _refresh(layer, stale, done)
 
 
+def call_again(model: Any) -> None:
+    """Calls a model that has no graph as it was first called, on symbolic tensors.
+
+    Raises:
+        SymbolicCallError: where that fails.
+    """
+    call = called_with(model)
+    if call is not None:
+        _call(model, *call)
+
+
 class SymbolicCallError(Exception):
     """A layer cannot be called.
 
     Attributes:
-        layer: the layer.
+        layer: the innermost layer in whose call it happened.
     """
 
-    def __init__(self, layer: Any, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.layer = layer
+    def __init__(self, operation: Any, error: Exception) -> None:
+        # Keras puts what it knows round the words of an error, and these in bold.
+        words = str(error).rsplit("\x1b[1m", 1)[-1].split("\x1b[0m", 1)[0]
+        super().__init__(f"{type(error).__name__}: {words}")
+        self.layer = operation
+        trace = error.__traceback__
+        while trace is not None:
+            caller = trace.tb_frame.f_locals.get("self")
+            if isinstance(caller, keras.layers.Layer):
+                self.layer = caller
+            trace = trace.tb_next
 
 
 def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
