@@ -4,12 +4,13 @@ Keras computes them once, when the layers are first called. `model.output.dtype`
 one of them, and what a graph casts its inputs to.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import KerasTensor
 
-from keras_mp.parts import is_graph
+from keras_mp.parts import children_of, is_graph
 
 
 def refresh(model: Any) -> None:
@@ -26,6 +27,27 @@ def refresh(model: Any) -> None:
             _refresh(layer, done)
 
 
+def nodes_of(layer: Any) -> Iterator[Any]:
+    """The calls that the graphs in a layer consist of, from inputs to outputs.
+
+    Those of a nested graph come once for each call of it. What other layers hold is
+    called in no graph.
+    """
+    if not is_graph(layer):
+        for child in children_of(layer):
+            if is_graph(child):
+                yield from nodes_of(child)
+        return
+    graph = graph_of(layer)
+    nodes_by_depth = graph._nodes_by_depth if graph is not None else {}
+    for depth in sorted(nodes_by_depth, reverse=True):
+        for node in nodes_by_depth[depth]:
+            if not node.is_input:
+                yield node
+                if is_graph(node.operation):
+                    yield from nodes_of(node.operation)
+
+
 class SymbolicCallError(Exception):
     """A layer cannot be called.
 
@@ -39,9 +61,9 @@ class SymbolicCallError(Exception):
 
 
 def _refresh(model: Any, done: set[int]) -> None:
-    graph = model._functional if isinstance(model, keras.Sequential) else model
+    graph = graph_of(model)
     if graph is None or id(graph) in done:
-        return  # A Sequential model that is not built has no graph yet.
+        return
     done.add(id(graph))
     # Copies, so that the graph does not see these calls.
     copies = {id(tensor): _copy(tensor) for tensor in graph.inputs}
@@ -56,6 +78,11 @@ def _refresh(model: Any, done: set[int]) -> None:
             for tensor, copy in zip(node.outputs, outputs, strict=True):
                 tensor._dtype = copy.dtype
                 copies[id(tensor)] = copy
+
+
+def graph_of(model: Any) -> Any:
+    """A model's graph; None for a Sequential model that has none yet."""
+    return model._functional if isinstance(model, keras.Sequential) else model
 
 
 def _copy(tensor: Any) -> KerasTensor:

@@ -2,8 +2,11 @@
 
 import html
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+_SHORT = 10  # Texts up to here stay in one line.
 
 
 class Table:
@@ -36,13 +39,23 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=self.title or None)
+        table = RichTable(
+            box=SIMPLE_HEAD,
+            show_edge=False,
+            padding=(0, 1, 0, 0),
+            title=self.title or None,
+            title_justify="left",
+        )
         for index, column in enumerate(self.columns):
             right = bool(self.rows) and all(
                 isinstance(row[index], (int, float)) for row in self.rows
             )
+            cells = [str(row[index]) for row in self.rows]
             table.add_column(
-                Text(column), justify="right" if right else "left", overflow="fold"
+                Text(column),
+                justify="right" if right else "left",
+                overflow="fold",
+                no_wrap=all(len(x) <= _SHORT for x in "\n".join(cells).split("\n")),
             )
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
@@ -50,7 +63,9 @@ class Table:
         console = Console(file=out, width=width, color_system=None)
         console.print(table)
         for note in self.notes:
-            console.print(Text(note))
+            # The lines of an item of a list stand under its first.
+            indent = "  " if note.startswith("- ") else ""
+            console.print(Text(textwrap.fill(note, width, subsequent_indent=indent)))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def html(self) -> str:
