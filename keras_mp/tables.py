@@ -39,13 +39,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(
-            box=SIMPLE_HEAD,
-            show_edge=False,
-            padding=(0, 1, 0, 0),
-            title=self.title or None,
-            title_justify="left",
-        )
+        table = RichTable(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         for index, column in enumerate(self.columns):
             right = bool(self.rows) and all(
                 isinstance(row[index], (int, float)) for row in self.rows
@@ -61,8 +55,10 @@ class Table:
             table.add_row(*(Text(str(cell)) for cell in row))
         out = io.StringIO()
         console = Console(file=out, width=width, color_system=None)
+        if self.title:
+            console.print(Text(self.title), "", sep="\n")
         console.print(table)
-        for note in self.notes:
+        for note in ("", *self.notes) if self.notes else ():
             # The lines of an item of a list stand under its first.
             indent = "  " if note.startswith("- ") else ""
             console.print(Text(textwrap.fill(note, width, subsequent_indent=indent)))

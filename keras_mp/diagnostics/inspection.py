@@ -12,7 +12,7 @@ from keras_mp.parts import is_graph
 from keras_mp.symbolic import nodes_of
 from keras_mp.tables import Table
 
-_PATH_WIDTH = 25
+_PATH_WIDTH = 24
 _SIZES = (
     "weight_bytes_float32",
     "weight_bytes",
@@ -174,9 +174,9 @@ def inspect(model: Any) -> Inspection:
 
 
 def _folded(path: str) -> str:
-    """A long path as several lines, each but the last ending in a slash."""
+    """A long path as several lines, broken after a slash or an underscore."""
     lines = [""]
-    for part in re.findall(r"[^/]*/?", path):
+    for part in re.findall(r"[^/_]*[/_]?", path):
         if lines[-1] and len(lines[-1] + part) > _PATH_WIDTH:
             lines.append("")
         lines[-1] += part
