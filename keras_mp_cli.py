@@ -277,8 +277,9 @@ def inspect(path: str, backend: str | None) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """The first paragraph of what an exception says."""
-    told = str(error).strip().split("\n\n")[0]
+    """What an exception says, without the configurations that Keras quotes."""
+    told = str(error).split("Exception encountered: ")[-1]
+    told = told.split("Full object config: ")[0].strip().split("\n\n")[0]
     return " ".join(told.split()) or type(error).__name__
 
 

@@ -39,7 +39,9 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        table = RichTable(
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
         for index, column in enumerate(self.columns):
             right = bool(self.rows) and all(
                 isinstance(row[index], (int, float)) for row in self.rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import textwrap
 from typing import Any
 
 import keras
@@ -12,7 +13,9 @@ from keras_mp.parts import is_graph
 from keras_mp.symbolic import nodes_of
 from keras_mp.tables import Table
 
-_PATH_WIDTH = 24
+_WIDTH = 80
+_GAP = 2
+_RULE_WIDTH = 19
 _SIZES = (
     "weight_bytes_float32",
     "weight_bytes",
@@ -57,26 +60,44 @@ class Inspection:
         }
 
     def __str__(self) -> str:
-        rows = [
-            (
-                f"{_folded(layer.path)}\n  {layer.class_name}",
-                layer.compute_dtype or "",
-                _returns(layer),
-                layer.decided_by,
-                _weights(layer),
-                _outputs(layer),
-            )
-            for layer in self.layers
-        ]
         columns = (
-            "layer",
             "computes\nin",
             "returns",
             "decided by",
             "weights\n+ copies",
             "output\nin float32",
         )
-        return Table(columns, rows, self._title(), self._notes()).text()
+        rows = [
+            (
+                layer.compute_dtype or "",
+                _returns(layer),
+                textwrap.fill(layer.decided_by, _RULE_WIDTH),
+                _weights(layer),
+                _outputs(layer),
+            )
+            for layer in self.layers
+        ]
+        # What these leave is for the paths, which are the longest.
+        taken = [
+            max(len(line) for cell in column for line in cell.split("\n"))
+            for column in zip(columns, *rows, strict=True)
+        ]
+        left = _WIDTH - sum(taken) - _GAP * len(taken)
+        names = [
+            "\n".join(
+                [
+                    *_folded(layer.path, left),
+                    *(f"  {part}" for part in _folded(layer.class_name, left - 2)),
+                ]
+            )
+            for layer in self.layers
+        ]
+        return Table(
+            ("layer", *columns),
+            [(name, *row) for name, row in zip(names, rows, strict=True)],
+            self._title(),
+            self._notes(),
+        ).text(_WIDTH)
 
     __repr__ = __str__
 
@@ -173,14 +194,14 @@ def inspect(model: Any) -> Inspection:
     )
 
 
-def _folded(path: str) -> str:
-    """A long path as several lines, broken after a slash or an underscore."""
+def _folded(name: str, width: int) -> list[str]:
+    """A long path or class name as several lines, broken where a word ends."""
     lines = [""]
-    for part in re.findall(r"[^/_]*[/_]?", path):
-        if lines[-1] and len(lines[-1] + part) > _PATH_WIDTH:
+    for part in re.findall(r".[^/_A-Z]*[/_]?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
             lines.append("")
         lines[-1] += part
-    return "\n".join(lines)
+    return lines
 
 
 def _returns(layer: LayerFacts) -> str:
