@@ -4,12 +4,13 @@ Keras computes them once, when the layers are first called. `model.output.dtype`
 one of them, and what a graph casts its inputs to.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import KerasTensor
 
-from keras_mp.parts import called_with, is_graph
+from keras_mp.parts import called_with, children_of, is_graph
 
 
 def refresh(model: Any, changed: list[Any] | None = None) -> None:
@@ -42,6 +43,32 @@ def call_again(model: Any) -> None:
         _call(model, *call)
 
 
+def nodes_of(layer: Any) -> Iterator[Any]:
+    """The calls that the graphs in a layer consist of, from inputs to outputs.
+
+    Those of a nested graph come once for each call of it. What other layers hold is
+    called in no graph.
+    """
+    if not is_graph(layer):
+        for child in children_of(layer):
+            if is_graph(child):
+                yield from nodes_of(child)
+        return
+    graph = graph_of(layer)
+    nodes_by_depth = graph._nodes_by_depth if graph is not None else {}
+    for depth in sorted(nodes_by_depth, reverse=True):
+        for node in nodes_by_depth[depth]:
+            if not node.is_input:
+                yield node
+                if is_graph(node.operation):
+                    yield from nodes_of(node.operation)
+
+
+def graph_of(model: Any) -> Any:
+    """The graph of a model; None for a Sequential one that is not built."""
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
 class SymbolicCallError(Exception):
     """A layer cannot be called.
 
@@ -63,9 +90,9 @@ class SymbolicCallError(Exception):
 
 
 def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
-    graph = model._functional if isinstance(model, keras.Sequential) else model
+    graph = graph_of(model)
     if graph is None or id(graph) in done:
-        return  # A Sequential model that is not built has no graph yet.
+        return
     done.add(id(graph))
     # Copies, so that the graph does not see these calls.
     copies = {id(tensor): _copy(tensor) for tensor in graph.inputs}
