@@ -20,8 +20,8 @@ Measured on CPUs ({versions}).
 
 A number is the largest error of an output or a gradient, over all ways to run it
 (eager; compiled: `jit` on JAX, `graph` and `xla` on TensorFlow; two steps of `fit`),
-relative to the largest magnitude of that output or gradient in float32. In **bold** what
-is wrong: **raises**, **not finite** where float32 is, **an error** that rounding does
+relative to the largest magnitude of that output or gradient in float32. In **bold**:
+**raises**, **not finite** where float32 is, **an error** that rounding does
 not explain. If only some ways of running it are, they follow in brackets. What rounding
 explains is 6 sqrt(n) (u m + s): u is 2^-11 for float16 and 2^-8 for bfloat16, m the
 largest magnitude, s the dtype's smallest number, n the number of roundings in a row
