@@ -10,7 +10,7 @@ from keras_mp.parts import is_graph
 from keras_mp.policies import keep_output_in_float32
 
 
-def keep_outputs_in_float32(model: Any) -> bool:
+def keep_outputs_in_float32(model: Any) -> list[Any]:
     """Turns the output layers of a Functional or Sequential model to float32.
 
     Only layers for which a policy of ours has decided: what the user said explicitly
@@ -18,9 +18,9 @@ def keep_outputs_in_float32(model: Any) -> bool:
     whatever their `call` returns.
 
     Returns:
-        Whether any layer has changed.
+        The layers that have changed.
     """
-    return any([keep_output_in_float32(layer) for layer in _output_layers(model)])
+    return [layer for layer in _output_layers(model) if keep_output_in_float32(layer)]
 
 
 def _output_layers(model: Any) -> Iterator[Any]:

@@ -1,8 +1,10 @@
-"""What a layer is made of."""
+"""What can be asked of any layer: its parts, its path, its activation, its input."""
 
+import functools
 from typing import Any
 
 import keras
+from keras.src.backend.common.name_scope import current_path
 from keras.src.models.functional import Functional
 
 layers = keras.layers
@@ -33,3 +35,52 @@ def parts_of(layer: Any) -> list[Any]:
         parts = []
     # A cell of the user's own need not be a layer.
     return [part for part in parts if isinstance(part, layers.Layer)]
+
+
+def layer_path(layer: Any) -> str:
+    """The path of a layer, also during its first call, when Keras has none yet."""
+    if layer.path:
+        return layer.path
+    scope = current_path()
+    return f"{scope}/{layer.name}" if scope else layer.name
+
+
+def activation_of(layer: Any) -> str:
+    """The name of a layer's activation function; empty if it has none."""
+    activation = getattr(layer, "activation", None)
+    while isinstance(activation, functools.partial):
+        activation = activation.func
+    if isinstance(activation, layers.Softmax):
+        return "softmax"
+    if isinstance(activation, layers.Layer):
+        return activation_of(activation)
+    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
+    return getattr(activation, "__name__", "").removesuffix("_v2")
+
+
+def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Remembers what a layer was first called with, for those who ask below."""
+    first = _symbolic(args[0]) if args else None
+    if isinstance(first, keras.KerasTensor):
+        vars(layer)["_keras_mp_input_shape"] = first.shape
+    if isinstance(layer, keras.Model) and not is_graph(layer):
+        call = keras.tree.map_structure(_symbolic, (args, kwargs))
+        vars(layer)["_keras_mp_called_with"] = call
+
+
+def called_with(model: Any) -> tuple[tuple, dict[str, Any]] | None:
+    """What a subclassed model was first called with, its arrays as symbolic tensors."""
+    return vars(model).get("_keras_mp_called_with")
+
+
+def _symbolic(argument: Any) -> Any:
+    try:
+        dtype = keras.backend.standardize_dtype(argument.dtype)
+        return keras.KerasTensor(tuple(argument.shape), dtype)
+    except (AttributeError, TypeError, ValueError):
+        return argument  # No array, or a tensor of unknown rank.
+
+
+def input_shape(layer: Any) -> tuple[int | None, ...]:
+    """The shape of a layer's first input; empty while it is not known."""
+    return vars(layer).get("_keras_mp_input_shape", ())

@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_mp.hardware import recommended_policy
-from keras_mp.parts import children_of, parts_of
-from keras_mp.rules import (
-    OUTPUT,
-    WRAPPED,
-    Rule,
-    RuleTable,
-    layer_path,
-    rules_with,
-    user_rule,
-)
+from keras_mp.parts import children_of, layer_path, parts_of
+from keras_mp.rule import Rule, RuleTable, user_rule
+from keras_mp.rules import OUTPUT, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy as it stands.

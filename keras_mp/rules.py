@@ -1,109 +1,30 @@
 """Which layers stay in float32, and why.
 
-A rule is a predicate on a layer, with a reason and its source. The first rule that
-matches decides; a layer that none matches computes in half precision. `print(RULES)`
-shows them as a table. `sweeps/README.md` has the measurements that they stand on.
+The first rule that matches decides; a layer that none matches computes in half
+precision.
+`print(RULES)` shows them as a table. `sweeps/README.md` has the measurements that they
+stand on.
 """
 
-import dataclasses
-import functools
 import math
-import re
-from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.backend.common.name_scope import current_path
 
-from keras_mp.tables import Table
+from keras_mp.parts import activation_of, input_shape
+from keras_mp.rule import Rule, RuleTable
 
 layers = keras.layers
 
-BACKENDS = ("jax", "tensorflow", "torch")
 SOFTMAX_NAMES = {"softmax", "log_softmax", "sparsemax"}
 # Above it float16 no longer holds every whole number.
 LARGEST_COUNT = 2048
 WIDE = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Why a layer computes in float32.
-
-    Attributes:
-        name: what the rule is called in tables.
-        applies: layer -> bool, or a tuple of layer classes. Classes are known when a
-            layer is created; all else is asked at its first call.
-        reason: one sentence.
-        source: where the reason comes from.
-        backends: the Keras backends on which it holds.
-    """
-
-    name: str
-    applies: Callable[[Any], bool] | tuple[type, ...]
-    reason: str
-    source: str
-    backends: tuple[str, ...] = BACKENDS
-
-    def matches(self, layer: Any) -> bool:
-        """Does the rule keep this layer in float32, on the backend in use?"""
-        if keras.backend.backend() not in self.backends:
-            return False
-        if isinstance(self.applies, tuple):
-            return isinstance(layer, self.applies)
-        return bool(self.applies(layer))
-
-
-class RuleTable(tuple[Rule, ...]):
-    """Rules in the order in which they are asked; prints as a table."""
-
-    def table(self) -> Table:
-        rows = [
-            (
-                rule.name,
-                "all" if rule.backends == BACKENDS else ", ".join(rule.backends),
-                rule.reason,
-                rule.source,
-            )
-            for rule in self
-        ]
-        return Table(("stays in float32", "on", "because", "source"), rows)
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
-
-
 def is_softmax(layer: Any) -> bool:
     """Does the layer return probabilities or log-probabilities of a softmax?"""
     return isinstance(layer, layers.Softmax) or activation_of(layer) in SOFTMAX_NAMES
-
-
-def activation_of(layer: Any) -> str:
-    """The name of a layer's activation function; empty if it has none."""
-    activation = getattr(layer, "activation", None)
-    while isinstance(activation, functools.partial):
-        activation = activation.func
-    if isinstance(activation, layers.Softmax):
-        return "softmax"
-    if isinstance(activation, layers.Layer):
-        return activation_of(activation)
-    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
-    return getattr(activation, "__name__", "").removesuffix("_v2")
-
-
-def note_input_shape(layer: Any, args: tuple) -> None:
-    """Remembers the shape of a layer's first input, for the rules that ask for it."""
-    shape = getattr(args[0], "shape", None) if args else None
-    if shape is not None:
-        vars(layer)["_keras_mp_input_shape"] = tuple(shape)
-
-
-def input_shape(layer: Any) -> tuple[int | None, ...]:
-    """The shape of a layer's first input; empty while it is not known."""
-    return vars(layer).get("_keras_mp_input_shape", ())
 
 
 def _raw_data_classes() -> tuple[type, ...]:
@@ -190,6 +111,12 @@ RULES = RuleTable(
             _MEASURED,
         ),
         Rule(
+            "SpectralNormalization",
+            (layers.SpectralNormalization,),
+            "it writes its weights anew in each step: rounded, and on torch not at all",
+            _MEASURED,
+        ),
+        Rule(
             "averages",
             (layers.GlobalAveragePooling1D, layers.Average),
             "the sum, and the count of a mask, pass 65504 where the average does not",
@@ -204,9 +131,8 @@ RULES = RuleTable(
         Rule(
             "wide average pooling",
             _sums_in_float16,
-            f"float16 sums of more than {WIDE} values are far off on CPUs",
+            f"sums of more than {WIDE} values pass 65504, or are far off on CPUs",
             _MEASURED,
-            ("tensorflow",),
         ),
         Rule(
             "adaptive average pooling",
@@ -248,13 +174,6 @@ RULES = RuleTable(
             "masked attention",
             (layers.Attention, layers.AdditiveAttention),
             "a row whose every key is masked becomes nan",
-            _MEASURED,
-            ("torch",),
-        ),
-        Rule(
-            "SpectralNormalization",
-            (layers.SpectralNormalization,),
-            "what a layer assigns to its weights in a half-precision call is lost",
             _MEASURED,
             ("torch",),
         ),
@@ -311,49 +230,3 @@ def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
 def rules_with(users: tuple[Rule, ...]) -> RuleTable:
     """All rules: the user's first, then those of `keep_float32`, then ours."""
     return RuleTable((*users, *_kept.values(), *RULES))
-
-
-def user_rule(pattern: Any) -> Rule:
-    """The rule for one entry of a policy's `float32=[...]`.
-
-    Args:
-        pattern: a layer class, a regular expression that the whole path of a layer
-            must match, a predicate layer -> bool, or a `Rule`.
-
-    Raises:
-        ValueError: for a regular expression that does not compile.
-        TypeError: for anything else.
-    """
-    if isinstance(pattern, Rule):
-        return pattern
-    if isinstance(pattern, type) and issubclass(pattern, layers.Layer):
-        return _users(pattern.__name__, (pattern,))
-    if isinstance(pattern, str):
-        try:
-            expression = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                "`float32` must hold valid regular expressions. Received: "
-                f"float32=[{pattern!r}], which is not: {error}."
-            ) from error
-        return _users(
-            pattern, lambda layer: bool(expression.fullmatch(layer_path(layer)))
-        )
-    if callable(pattern) and not isinstance(pattern, (type, layers.Layer)):
-        return _users(getattr(pattern, "__name__", repr(pattern)), pattern)
-    raise TypeError(
-        "`float32` must hold layer classes, regular expressions of layer paths, "
-        f"predicates layer -> bool, or rules. Received: float32=[{pattern!r}]."
-    )
-
-
-def _users(name: str, applies: Any) -> Rule:
-    return Rule(name, applies, "asked for by `float32=`", "the user")
-
-
-def layer_path(layer: Any) -> str:
-    """The path of a layer, also during its first call, when Keras has none yet."""
-    if layer.path:
-        return layer.path
-    scope = current_path()
-    return f"{scope}/{layer.name}" if scope else layer.name

@@ -32,6 +32,7 @@ LAYERS = [
         "loss_scale",
         "nonfinite",
         "parts",
+        "rule",
         "rules",
         "tables",
     ],
@@ -47,7 +48,7 @@ LAYERS = [
         "skip_watch",
     ],
     # models that exist already
-    ["conversion", "model_inputs", "outputs", "scaling", "symbolic"],
+    ["conversion", "model_files", "model_inputs", "outputs", "scaling", "symbolic"],
     # the seams: where it meets Keras
     ["integration"],
     # what a user calls

@@ -30,7 +30,8 @@ def one_step_under_the_distribution(names):
         keras.distribution.set_distribution(None)
 
 
-def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch):
+def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # It saves a model.
     if BACKEND == "tensorflow":
         import tensorflow as tf
         from engine_tensorflow import mirrored

@@ -1,0 +1,1 @@
+"""Sweeps: what half precision does to every layer of Keras, measured."""
