@@ -245,6 +245,9 @@ def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
     if isinstance(policy, MixedPolicy):
         return policy.for_layer(layer)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        if layer.path and not children_of(layer):
+            # Opened, it has another path: Keras builds it outside of its model.
+            return _stock(policy_of(layer))
         entries = {path: _stock(policy[path]) for path in policy}
         default = _stock(policy._default_policy_arg)
         return keras.dtype_policies.DTypePolicyMap(default, entries)
