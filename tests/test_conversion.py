@@ -104,6 +104,15 @@ def test_a_conversion_keeps_the_very_same_variables_in_float32(name, policy):
     assert same_bits(trip.values, values(trip.weights))
 
 
+def symbolically_wrong(layer):
+    """On torch Keras does not autocast variables in a symbolic call: see the contract.
+
+    It shows in layers and models that do not say their output's shape themselves.
+    """
+    unsaid = getattr(layer.compute_output_shape, "_is_default", False)
+    return BACKEND == "torch" and unsaid
+
+
 @both
 @every_model
 def test_layers_return_what_they_say_and_what_the_graph_says(name, policy):
@@ -112,7 +121,7 @@ def test_layers_return_what_they_say_and_what_the_graph_says(name, policy):
         dtype = trip.real.get(key)
         if dtype and "float" in dtype and not isinstance(layer, keras.Model):
             assert dtype == compute_dtype, layer.path
-        if dtype and key in trip.said:
+        if dtype and key in trip.said and not symbolically_wrong(layer):
             assert dtype == trip.said[key], layer.path
     assert HALF[policy] in trip.real.values()
 
@@ -138,6 +147,14 @@ def test_the_way_back_predicts_the_original_to_the_bit(name, policy):
 
 
 # Training on ----------------------------------------------------------------------
+
+
+# All of them where nothing is compiled, which is most of the time that this takes.
+TRAINED = (
+    list(BUILDERS)
+    if BACKEND == "torch"
+    else ["sequential", "functional", "subclassed", "lazy", "nested", "attention"]
+)
 
 
 def targets(model, x):
@@ -169,7 +186,7 @@ def train(model, x, y, epochs=1):
     return history.history["loss"]
 
 
-@every_model
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_compiled_model_trains_on_with_its_optimizers_state(name):
     trip = trained(name)
     assert np.all(np.isfinite(trip.loss))
@@ -241,8 +258,8 @@ RUNS = {
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
 @pytest.mark.parametrize("run", RUNS)
 def test_no_function_traced_before_is_used_after(run, options):
-    if options.get("jit_compile") and BACKEND == "torch":
-        pytest.skip("torch.compile is not what is tested")
+    if options.get("jit_compile") and BACKEND != "tensorflow":
+        pytest.skip("JAX compiles anyway, and torch.compile is not what is tested")
     if options and run in ("fit", "evaluate"):
         pytest.skip("the same functions as train and test")
     model = small()
@@ -421,8 +438,9 @@ def test_a_single_layer_is_converted_too():
 
 
 def test_layers_that_do_not_compute_in_float32_are_left_alone():
+    wide = "float32" if BACKEND == "jax" else "float64"  # JAX has no float64 here.
     inputs = keras.Input((3,))
-    x = layers.Dense(4, dtype="float64", name="wide")(inputs)
+    x = layers.Dense(4, dtype=wide, name="wide")(inputs)
     x = layers.Dense(8, name="int8")(x)
     x = layers.Dense(2, name="plain")(x)
     model = keras.Model(inputs, layers.Dense(2, name="head")(x))
@@ -430,11 +448,12 @@ def test_layers_that_do_not_compute_in_float32_are_left_alone():
     lookup = layers.StringLookup(vocabulary=["a"]) if BACKEND == "tensorflow" else None
     before = arrays(model.predict(X, verbose=0))
     keras_mp.convert(model, "mixed_float16")
-    assert computes(model)[1:] == ["float64", "float32", "float16", "float32"]
+    kept = "float16" if BACKEND == "jax" else "float64"
+    assert computes(model)[1:] == [kept, "float32", "float16", "float32"]
     assert model.get_layer("int8").quantization_mode == "int8"
     assert np.all(np.isfinite(model.predict(X, verbose=0)))
     keras_mp.convert(model, "float32")
-    assert model.get_layer("wide").compute_dtype == "float64"
+    assert model.get_layer("wide").compute_dtype == wide
     assert same_bits(before, arrays(model.predict(X, verbose=0)))
     if lookup is not None:
         keras_mp.convert(lookup, "mixed_float16")
@@ -446,7 +465,6 @@ def test_layers_that_do_not_compute_in_float32_are_left_alone():
 
 @both
 def test_a_converted_model_is_saved_and_opened_in_the_same_precision(policy, tmp_path):
-    model, x = BUILDERS["nested"]()
     model = small()
     model.compile("adam", "mse")
     train(model, X, Y)
@@ -458,7 +476,9 @@ def test_a_converted_model_is_saved_and_opened_in_the_same_precision(policy, tmp
     assert type(opened.optimizer) is type(model.optimizer)
     want, got = (arrays(m.predict(X, verbose=0)) for m in (model, opened))
     assert same_bits(want, got)
-    assert same_bits(values(model.optimizer.variables), values(opened.optimizer.variables))
+    assert same_bits(
+        values(model.optimizer.variables), values(opened.optimizer.variables)
+    )
     assert train(model, X, Y) == train(opened, X, Y)
     keras_mp.convert(opened, "float32")
     assert computes(opened) == ["float32"] * 2
@@ -516,7 +536,9 @@ def snapshot(model):
 def impossible():
     x = keras.Input((3,))
     y = layers.Dense(4, name="hidden")(x)
-    y = keras.Sequential([layers.Dense(3), OnlyFloat32(name="careful")], name="block")(y)
+    y = keras.Sequential([layers.Dense(3), OnlyFloat32(name="careful")], name="block")(
+        y
+    )
     y = OnlyFloat32(name="other")(layers.Dense(2)(y))
     return keras.Model(x, layers.Dense(2)(y))
 

@@ -1300,7 +1300,8 @@ def dtype_of(x):
 def test_the_arguments_of_layers_init_are_keywords_only():
     """Layer.__init__ takes keyword arguments alone, so a seam can too."""
     kinds = {
-        p.kind for p in inspect.signature(keras.layers.Layer.__init__).parameters.values()
+        p.kind
+        for p in inspect.signature(keras.layers.Layer.__init__).parameters.values()
     }
     parameter = inspect.Parameter
     assert kinds == {
@@ -1321,7 +1322,10 @@ def test_a_subclassed_model_rounds_what_it_is_called_with():
         model = Door(dtype="mixed_float16")
         assert model._convert_input_args
         model._convert_input_args = converts
-        assert float(np.array(ops.convert_to_numpy(model(tensor([2049.0]))))[0]) == expected
+        assert (
+            float(np.array(ops.convert_to_numpy(model(tensor([2049.0]))))[0])
+            == expected
+        )
 
 
 @plain_keras
@@ -1390,7 +1394,9 @@ def test_a_graph_casts_its_inputs_to_its_symbolic_dtypes():
     """Functional models cast what they are called with to their inputs' dtypes."""
     x = keras.Input((1,), dtype="float16")
     model = keras.Model(x, Returns(dtype="float32")(x))
-    assert float(np.array(ops.convert_to_numpy(model(tensor([[2049.0]]))))[0, 0]) == 2048
+    assert (
+        float(np.array(ops.convert_to_numpy(model(tensor([[2049.0]]))))[0, 0]) == 2048
+    )
 
 
 @plain_keras
@@ -1541,7 +1547,11 @@ def test_a_half_loss_of_a_layer_stops_fit_on_tensorflow(options):
             return x
 
     model = keras.Sequential(
-        [keras.Input((2,)), Adds(dtype="mixed_float16", **options), keras.layers.Dense(1)]
+        [
+            keras.Input((2,)),
+            Adds(dtype="mixed_float16", **options),
+            keras.layers.Dense(1),
+        ]
     )
     model.compile("sgd", "mse")
     with pytest.raises((TypeError, ValueError)):

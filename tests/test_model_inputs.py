@@ -186,7 +186,9 @@ def test_inputs_of_every_kind_reach_the_first_layer(cast, model_of, half):
     model = model_of(Rows(), layers.Dense(1, dtype="float32"))
     model.compile("sgd", "mse")
     x = cast(IDS)
-    assert np.array_equal(array(model.chain[0](x) if model_of is in_subclassed else x), IDS)
+    assert np.array_equal(
+        array(model.chain[0](x) if model_of is in_subclassed else x), IDS
+    )
     want = array(model(IDS))
     assert np.allclose(array(model(x)), want, rtol=1e-6)
 
@@ -203,8 +205,10 @@ def test_no_function_of_the_model_rounds(model_of, options, run, half):
         assert np.array_equal(model.predict(IDS, verbose=0), IDS)
     else:
         run = getattr(model, run)
-        result = run(IDS, IDS) if run.__name__ == "train_on_batch" else run(
-            IDS, IDS, verbose=0
+        result = (
+            run(IDS, IDS)
+            if run.__name__ == "train_on_batch"
+            else run(IDS, IDS, verbose=0)
         )
         loss = result.history["loss"] if hasattr(result, "history") else result
         assert np.all(np.asarray(loss) == 0)
@@ -277,13 +281,17 @@ def test_a_mask_on_an_input_is_kept(dtype, half):
     keras.src.backend.set_keras_mask(x, mask)
     for _ in range(2):
         model(x)
-        assert np.array_equal(ops.convert_to_numpy(takes.seen), [[True, False, True]] * 2)
+        assert np.array_equal(
+            ops.convert_to_numpy(takes.seen), [[True, False, True]] * 2
+        )
     model = in_sequential(layers.Masking(), takes)
     model(np.array([[[0.0], [1.0]]], "float32"))
     assert np.array_equal(ops.convert_to_numpy(takes.seen), [[False, True]])
 
 
-@pytest.mark.parametrize("model_of", [in_subclassed, in_sequential, sequential_in_sequential])
+@pytest.mark.parametrize(
+    "model_of", [in_subclassed, in_sequential, sequential_in_sequential]
+)
 def test_a_saved_model_opens_as_one_that_does_not_round(model_of, half, tmp_path):
     model = model_of(layers.Embedding(60000, 1), layers.Flatten(), layers.Dense(2))
     want = model.predict(IDS, verbose=0)

@@ -220,8 +220,9 @@ def test_a_model_is_made_of_its_json():
 
 
 @pytest.mark.skipif(
-    BACKEND == "torch",
-    reason="Keras recomputes in float32 there, under its own policies too",
+    BACKEND != "jax",
+    reason="under its own policies too Keras recomputes in float32 on torch, and "
+    "cannot call a model within a scope in fit on TensorFlow",
 )
 def test_a_remat_scope_leaves_the_precision_alone():
     with keras.RematScope(mode="full"):
@@ -246,7 +247,8 @@ def test_a_converted_model_is_exported_as_a_saved_model(policy, tmp_path):
     model = keras_mp.convert(small(), policy)
     want = model.predict(X, verbose=0)
     model.export(tmp_path / "saved", format="tf_saved_model", verbose=False)
-    served = tf.saved_model.load(str(tmp_path / "saved")).serve(tf.constant(X))
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    served = loaded.serve(tf.constant(X))
     assert np.max(np.abs(want - served.numpy())) < 0.02 * np.max(np.abs(want))
     assert served.dtype == "float32"
 
@@ -270,6 +272,8 @@ def test_a_converted_model_is_exported_to_onnx(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # Of keras_tuner, at its import.
 def test_a_tuner_searches_over_converted_models(tmp_path):
     keras_tuner = pytest.importorskip("keras_tuner")
+    if BACKEND == "tensorflow":
+        pytest.importorskip("tensorboard")  # It asks for it there.
 
     def build(hp):
         model = small()
@@ -279,7 +283,7 @@ def test_a_tuner_searches_over_converted_models(tmp_path):
     tuner = keras_tuner.RandomSearch(
         build, objective="loss", max_trials=2, directory=tmp_path, overwrite=True
     )
-    tuner.search(X, Y, epochs=1, verbose=0)
+    tuner.search(X, Y, epochs=3, verbose=0)
     best = tuner.get_best_models()[0]
     assert computes(best) == ["float16", "float32"]
     assert isinstance(best.optimizer, keras_mp.LossScaleOptimizer)

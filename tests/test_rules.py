@@ -153,7 +153,8 @@ def test_keep_float32_holds_for_policies_that_exist_and_for_conversions():
 
 
 @pytest.mark.parametrize(
-    "bad", [None, "Dense", 3, object, layers.Dense(1), lambda layer: True, [layers.Dense]]
+    "bad",
+    [None, "Dense", 3, object, layers.Dense(1), lambda layer: True, [layers.Dense]],
 )
 def test_keep_float32_refuses_what_is_no_class_of_layers(bad):
     before = list(keras_mp.MixedFloat16().rules)

@@ -196,7 +196,9 @@ def test_a_wrapper_computes_what_float32_computes_but_for_rounding(name, dtype):
     full = WRAPPERS[name]()
     full(SEQUENCE)
     full.set_weights(half.get_weights())
-    want, got = (ops.convert_to_numpy(ops.cast(m(SEQUENCE), "float32")) for m in (full, half))
+    want, got = (
+        ops.convert_to_numpy(ops.cast(m(SEQUENCE), "float32")) for m in (full, half)
+    )
     error = np.max(np.abs(want - got))
     assert 0 < error < 8 * {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
 
