@@ -564,6 +564,49 @@ def test_a_conversion_that_fails_names_the_layer_and_changes_nothing(before):
     train(model, X, Y)
 
 
+class WithoutGraph(keras.Model):
+    """A subclassed model, one of whose layers computes in float32 only."""
+
+    def __init__(self):
+        super().__init__(name="outer")
+        self.hidden = layers.Dense(4, name="hidden")
+        self.careful = OnlyFloat32(name="careful")
+
+    def call(self, x):
+        return self.careful(self.hidden(x))
+
+
+def test_so_does_one_of_a_subclassed_model_that_was_called_before():
+    model = WithoutGraph()
+    want = arrays(model.predict(X, verbose=0))
+    state = snapshot(model)
+    with pytest.raises(ValueError, match=r"'outer/careful' \(OnlyFloat32\) raises"):
+        keras_mp.convert(model, "mixed_bfloat16")
+    assert snapshot(model) == state
+    assert same_bits(want, arrays(model.predict(X, verbose=0)))
+    keras_mp.convert(model, keras_mp.MixedBFloat16(float32=[OnlyFloat32]))
+    model.predict(X, verbose=0)
+
+
+class NotSymbolic(keras.Model):
+    """A subclassed model that looks at values: it cannot be called symbolically."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(4)
+
+    def call(self, x):
+        y = self.hidden(x)
+        return y if np.sum(keras.ops.convert_to_numpy(x)) > 0 else -y
+
+
+def test_a_model_that_cannot_be_called_symbolically_is_converted_all_the_same():
+    model = NotSymbolic()
+    model(X)
+    keras_mp.convert(model, "mixed_float16")
+    assert dtype_of(model(X)) == "float16"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_model_whose_variables_are_half_is_refused(dtype):
     model = small(dtype=dtype)
