@@ -28,10 +28,10 @@ def _output_layers(model: Any) -> Iterator[Any]:
         yield from _leaves(model.layers[-1])
     elif isinstance(model, Functional):
         for tensor in model.outputs:
-            yield from _producers(tensor)
+            yield from producers(tensor)
 
 
-def _producers(tensor: Any) -> Iterator[Any]:
+def producers(tensor: Any) -> Iterator[Any]:
     """The layers whose values a tensor is made of, seen through plain operations."""
     operation = tensor._keras_history.operation
     if isinstance(operation, keras.layers.Layer):
@@ -39,7 +39,7 @@ def _producers(tensor: Any) -> Iterator[Any]:
         return
     node = operation._inbound_nodes[tensor._keras_history.node_index]
     for argument in node.input_tensors:
-        yield from _producers(argument)
+        yield from producers(argument)
 
 
 def _leaves(layer: Any) -> Iterator[Any]:

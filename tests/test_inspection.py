@@ -42,7 +42,7 @@ def told(model, word):
 def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided():
     model = graph(
         lambda: layers.Dense(8, name="hidden"),
-        lambda: layers.Dense(8, dtype="float64", name="mine"),
+        lambda: layers.Dense(8, dtype="float32", name="mine"),
         lambda: layers.Dense(8, activation="softmax", name="probabilities"),
     )
     shown = rows(model)
@@ -53,11 +53,11 @@ def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided
     }
     assert told == {
         "hidden": ("Dense", "float16", "float32", "float16"),
-        "mine": ("Dense", "float64", "float64", "float64"),
+        "mine": ("Dense", "float32", "float32", "float32"),
         "probabilities": ("Dense", "float32", "float32", "float32"),
     }
     decided = [row.decided_by for row in shown.values()]
-    assert decided == ["policy", "set on the layer", "softmax"]
+    assert decided == ["policy", "its own dtype", "softmax"]
 
 
 def test_a_layer_that_was_never_called_is_undecided_and_its_weights_are_not_known():
@@ -134,8 +134,8 @@ def test_integers_are_as_large_as_they_are_under_every_policy():
     model = keras.Model(x, layers.CategoryEncoding(4, name="c")(x))
     row = rows(model)["c"]
     assert row.output_bytes == row.output_bytes_float32
-    model = graph(lambda: layers.Flatten(name="f"), shape=(3, 2), dtype="int64")
-    assert rows(model)["f"].output_bytes == 6 * (4 if BACKEND == "jax" else 8)
+    model = graph(lambda: layers.Flatten(name="f"), shape=(3, 2), dtype="int32")
+    assert rows(model)["f"].output_bytes == 6 * 4
 
 
 def test_a_size_that_the_graph_does_not_know_is_not_guessed():
@@ -280,12 +280,39 @@ def test_an_output_that_compile_will_mend_is_told_so_and_is_mended():
     assert not told(model, "output of the model")
 
 
-def test_an_operation_as_an_output_is_told_by_its_name():
+def test_behind_an_operation_the_layer_that_makes_its_values_is_told():
     with keras_mp.policy_scope("mixed_float16"):
         x = keras.Input((8,))
-        model = keras.Model(x, ops.tanh(layers.Dense(8)(x)))
+        model = keras.Model(x, ops.tanh(layers.Dense(8, name="d")(x)))
+    (warning,) = told(model, "output of the model")
+    assert warning.paths == ("d",)
+
+
+def test_an_operation_that_makes_an_output_float16_itself_is_told_by_its_name():
+    x = keras.Input((8,))
+    model = keras.Model(x, ops.cast(layers.Dense(8)(x), "float16"))
     (warning,) = told(model, "output of the model")
     assert warning.paths == (model.outputs[0]._keras_history.operation.name,)
+    assert warning.remedy == 'Cast it to "float32".'
+
+
+def test_a_layer_that_makes_two_outputs_is_told_once():
+    with keras_mp.policy_scope("mixed_float16"):
+        x = keras.Input((8,))
+        y = layers.Dense(8, name="d")(x)
+        model = keras.Model(x, [y, y + 1])
+    (warning,) = told(model, "output of the model")
+    assert warning.paths == ("d",)
+
+
+def test_in_a_nested_model_the_layer_of_the_users_own_dtype_is_told():
+    half = layers.Dense(8, dtype="mixed_float16", name="half")
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.Sequential([keras.Input((8,)), half])]
+    )
+    (warning,) = told(model, "output of the model")
+    assert warning.paths[0].endswith("half")
+    assert warning.remedy == 'Give the layer dtype="float32".'
 
 
 # An optimizer that does not scale --------------------------------------------------

@@ -12,6 +12,7 @@ from keras_mp.diagnostics.custom_code import casts_of, is_custom
 from keras_mp.diagnostics.long_sums import long_sums
 from keras_mp.diagnostics.lost_policies import lost_policies
 from keras_mp.diagnostics.widths import odd_widths
+from keras_mp.outputs import producers
 from keras_mp.parts import is_graph
 from keras_mp.policies import HALF, decision_for, layer_path, policy_of
 from keras_mp.scaling import computes_in_float16
@@ -53,7 +54,7 @@ def findings_of(
         nodes: the calls that its graph consists of.
     """
     found: dict[tuple[str, str], list[str]] = {}
-    for path, sentence, remedy in _all(model, computing, nodes):
+    for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
         found.setdefault((sentence, remedy), []).append(path)
     return tuple(
         Finding(tuple(paths), sentence, _filled_in(remedy, paths))
@@ -86,17 +87,27 @@ def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
     graph = graph_of(model) if is_graph(model) else None
     for tensor in graph.outputs if graph is not None else ():
         if tensor.dtype in HALF:
-            operation = tensor._keras_history.operation
-            is_layer = isinstance(operation, layers.Layer)
-            decided = is_layer and decision_for(operation) and not model.compiled
-            yield (
-                layer_path(operation) if is_layer else operation.name,
-                f"an output of the model in {tensor.dtype}, so that what the loss sees "
-                "is rounded.",
-                "`compile` turns it to float32."
-                if decided
-                else 'Give the layer that makes it dtype="float32".',
+            told = (
+                f"makes an output of the model in {tensor.dtype}: what the loss sees "
+                "is rounded."
             )
+            makers = [
+                maker
+                for maker in producers(tensor)
+                if policy_of(maker).compute_dtype in HALF
+            ]
+            for maker in makers:
+                will_be_mended = decision_for(maker) and not model.compiled
+                yield (
+                    layer_path(maker),
+                    told,
+                    "`compile` turns it to float32."
+                    if will_be_mended
+                    else 'Give the layer dtype="float32".',
+                )
+            if not makers:
+                name = tensor._keras_history.operation.name
+                yield name, told, 'Cast it to "float32".'
 
 
 def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
@@ -110,7 +121,7 @@ def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
         yield (
             layer_path(model),
             f"it computes in float16, and its {type(optimizer).__name__} does not "
-            "scale the loss: small gradients become 0.",
+            "scale the loss: small gradients may become 0.",
             "Compile it with keras_mp.LossScaleOptimizer(optimizer).",
         )
 

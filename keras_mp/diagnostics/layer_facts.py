@@ -102,7 +102,7 @@ def _decided_by(layer: Any, parent: Any) -> str:
         return "global policy"
     if parent is not None and policy is policy_of(parent):
         return "its parent"
-    return "set on the layer"
+    return "its own dtype"
 
 
 def _is_copied(variable: Any, layer: Any) -> bool:
