@@ -14,13 +14,15 @@ import keras
 from keras_mp.hardware import recommended_policy
 from keras_mp.parts import children_of, layer_path, parts_of
 from keras_mp.rule import Rule, RuleTable, user_rule
-from keras_mp.rules import OUTPUT, WRAPPED, rules_with
+from keras_mp.rules import OUTPUT, STORED, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy as it stands.
 _OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _FLOAT32 = keras.DTypePolicy("float32")
 HALF = ("float16", "bfloat16")
+# Before the path of a layer in a file's map: it is in float32 with all its parts.
+IN_FILES = "keras_mp/"
 
 
 class _ChosenName(str):
@@ -211,6 +213,12 @@ def settle_by_class(layer: Any) -> None:
 
 def settle(layer: Any) -> None:
     """Lets a policy of ours choose the layer's own, before its first call."""
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        if IN_FILES + layer_path(layer) in policy:
+            # Out of the map, which has no word for all that the layer is made of.
+            vars(layer)["_dtype_policy"] = keras.DTypePolicy("float32")
+            _decide(layer, Decision(layer.dtype_policy, STORED))
     decision = decision_for(layer)
     chooser = chooser_of(policy_of(layer))
     if decision is None:
@@ -286,7 +294,12 @@ def _carry_out(layer: Any, decision: Decision) -> None:
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
     for child in layer._flatten_layers(include_self=False):
         policy = policy_of(child)
-        if policy is before or chooser_of(policy) or _is_default(child, _copies(layer)):
+        if (
+            policy is before
+            or chooser_of(policy)
+            or decision_for(child)
+            or _is_default(child, _copies(layer))
+        ):
             _decide(child, decision)
 
 

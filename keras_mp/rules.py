@@ -72,6 +72,12 @@ WRAPPED = Rule(
     "a wrapper computes in the precision of the layer that it wraps",
     "Keras: TimeDistributed calls the layer's `call` itself",
 )
+STORED = Rule(
+    "its file",
+    lambda layer: False,  # Decided where the file is read.
+    "it was in float32 when its model was saved",
+    "keras_mp/model_files.py",
+)
 RULES = RuleTable(
     (
         SOFTMAX,
