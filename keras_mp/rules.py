@@ -53,6 +53,15 @@ def _runs_long(layer: Any) -> bool:
     )
 
 
+def _is_non_max_suppression(layer: Any) -> bool:
+    # By name: to import KerasHub for it is out of the question.
+    kind = type(layer)
+    return (kind.__module__.split(".")[0], kind.__name__) == (
+        "keras_hub",
+        "NonMaxSuppression",
+    )
+
+
 _MEASURED = "sweeps/README.md"
 SOFTMAX = Rule(
     "softmax",
@@ -182,6 +191,12 @@ RULES = RuleTable(
             "a row whose every key is masked becomes nan",
             _MEASURED,
             ("torch",),
+        ),
+        Rule(
+            "NonMaxSuppression",
+            _is_non_max_suppression,
+            "areas of decoded boxes pass 65504, and scores are rounded",
+            "KerasHub 0.32, predictions of RetinaNetObjectDetector",
         ),
         Rule(
             "TorchModuleWrapper",

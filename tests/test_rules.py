@@ -175,7 +175,17 @@ def sequence(steps):
     return np.ones((1, steps, 1), "float32")
 
 
+class NonMaxSuppression(layers.Dense):
+    """Stands for KerasHub's layer."""
+
+    __module__ = "keras_hub.src.layers.modeling.non_max_supression"
+
+
 PAIRS = {
+    "NonMaxSuppression": (
+        (lambda: NonMaxSuppression(2), X),
+        (lambda: layers.Dense(2), X),
+    ),
     "softmax": (
         (lambda: layers.Softmax(), X),
         (lambda: layers.ReLU(), X),
