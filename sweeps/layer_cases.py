@@ -1146,14 +1146,14 @@ def _boxes(scale=1):
 
 
 PICTURES: dict[str, dict[str, Any]] = {
-    "AugMix": {},
+    "AugMix": {"num_chains": 1, "chain_depth": 1},
     "AutoContrast": {},
     "CenterCrop": {"height": 8, "width": 8},
     "ContrastLimitedAdaptiveHistogramEqualization": {"tile_grid_size": (2, 2)},
     "CutMix": {},
-    "Equalization": {},
+    "Equalization": {"bins": 16},
     "MixUp": {},
-    "RandAugment": {},
+    "RandAugment": {"num_ops": 1},
     "RandomBrightness": {"factor": 0.3},
     "RandomColorDegeneration": {"factor": 0.5},
     "RandomColorJitter": {
