@@ -1,0 +1,1 @@
+"""Measurements too slow for the tests; results in README.md."""
