@@ -2,10 +2,12 @@
 
 from keras_mp import callbacks, integration
 from keras_mp.config import global_policy, policy_scope, set_global_policy
+from keras_mp.conversion import convert
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.hardware import recommended_policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.policies import MixedBFloat16, MixedFloat16, Policy
+from keras_mp.rules import keep_float32
 
 __version__ = "0.1.0"
 
@@ -16,7 +18,9 @@ __all__ = [
     "Policy",
     "TrainingDivergedError",
     "callbacks",
+    "convert",
     "global_policy",
+    "keep_float32",
     "policy_scope",
     "recommended_policy",
     "set_global_policy",

@@ -1,101 +1,144 @@
-"""What a model as a whole computes in: its output layers and its scaling needs."""
+"""`convert`: a model that exists already, to another policy and back."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
-from keras_mp.policies import decision_for, keep_output_in_float32
+from keras_mp import symbolic
+from keras_mp.outputs import keep_outputs_in_float32
+from keras_mp.parts import layer_path
+from keras_mp.policies import HALF, Policy, policy_of, settle
+from keras_mp.scaling import rescale_optimizer
+
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
-def computes_in_float16(model: Any) -> bool:
-    """Does any layer of the model compute in float16?
+def convert(model: Any, policy: Any) -> Any:
+    """Brings a model, built or not, compiled or not, to a policy, in place.
 
-    Decided by the layers, never by a policy's name. The shell of a Functional or
-    Sequential model computes nothing; a subclassed model may.
+    Every layer gets what the policy chooses for it, whatever it had before; what is
+    quantized or does not compute in floats stays as it is. Weights stay the very same
+    variables, in float32. A compiled model trains on: its optimizer keeps its state,
+    loss scaling comes or goes with the layers that compute in float16.
+
+    Args:
+        model: a `keras.Model`, or any layer.
+        policy: "float32", which undoes a conversion, "mixed_float16",
+            "mixed_bfloat16", "auto", or a `keras.DTypePolicy`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: if `model` is no layer.
+        ValueError: for a name that is no policy; for a layer whose variables the policy
+            would keep in another dtype, or that cannot be called under the policy. The
+            model is left as it was.
+
+    Example:
+
+    ```python
+    model = keras.models.load_model("model.keras")
+    keras_mp.convert(model, "mixed_float16")
+    ```
     """
-    return any(
-        layer.compute_dtype == "float16"
-        for layer in model._flatten_layers()
-        if not (_is_graph(layer) or isinstance(layer, keras.layers.InputLayer))
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            f"`model` must be a keras.Model or a layer. Received: model={model!r}."
+        )
+    policy = Policy(policy)
+    layers = [layer for layer in model._flatten_layers() if _converts(layer)]
+    for layer in layers:
+        _refuse_other_variables(layer, _policy_at(policy, layer))
+
+    before = [(vars(layer), _state(layer)) for layer in layers]
+    try:
+        _choose(model, layers, policy)
+        _recast_constants(layers)
+        symbolic.refresh(model)
+    except Exception as error:
+        for attributes, state in before:
+            attributes.pop("_keras_mp_decision", None)
+            attributes.update(state)
+        _recast_constants(layers)
+        symbolic.refresh(model)
+        if not isinstance(error, symbolic.SymbolicCallError):
+            raise
+        path = getattr(error.layer, "path", error.layer.name)
+        raise ValueError(
+            f"`model` must be able to compute under the policy. Received: policy="
+            f"{policy!r}, under which {path!r} ({type(error.layer).__name__}) raises "
+            f"{error}. The model is as it was. Keep that layer in float32: "
+            f"keras_mp.MixedFloat16(float32=[{path!r}])."
+        ) from error
+
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            if layer.compiled:
+                rescale_optimizer(layer)
+            _forget_traces(layer)
+    return model
+
+
+def _converts(layer: Any) -> bool:
+    policy = policy_of(layer)
+    return (
+        not isinstance(layer, keras.layers.InputLayer)
+        and policy.quantization_mode is None
+        # Not lookups, which compute in int64, nor float64, which someone asked for.
+        and policy.compute_dtype in ("float32", *HALF)
     )
 
 
-def keep_outputs_in_float32(model: Any) -> None:
-    """Turns the output layers of a Functional or Sequential model to float32.
-
-    Only layers for which a policy of ours has decided: what the user said explicitly
-    for a layer wins. Subclassed models are left as they are, their outputs being
-    whatever their `call` returns.
-    """
-    changed = [
-        layer for layer in _output_layers(model) if keep_output_in_float32(layer)
-    ]
-    if changed:
-        _refresh_symbolic_dtypes(model)
+def _policy_at(policy: Any, layer: Any) -> Any:
+    """The policy for a layer: of a map, what stands at its path."""
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        return policy[layer_path(layer)]
+    return policy
 
 
-def _is_graph(layer: Any) -> bool:
-    return isinstance(layer, (keras.Sequential, Functional))
+def _refuse_other_variables(layer: Any, policy: Any) -> None:
+    for variable in layer._trainable_variables + layer._non_trainable_variables:
+        if variable.dtype in ("float32", *HALF) and (
+            layer.variable_dtype != policy.variable_dtype
+        ):
+            raise ValueError(
+                "`policy` must keep variables in the dtype that they have. Received: "
+                f"policy={policy!r} for {policy.variable_dtype} variables, while "
+                f"{variable.path!r} of layer {layer_path(layer)!r} "
+                f"({type(layer).__name__}) is {variable.dtype}."
+            )
 
 
-def _output_layers(model: Any) -> Iterator[Any]:
-    if isinstance(model, keras.Sequential) and model.layers:
-        yield from _leaves(model.layers[-1])
-    elif isinstance(model, Functional):
-        for tensor in model.outputs:
-            yield from _producers(tensor)
+def _state(layer: Any) -> dict[str, Any]:
+    names = ("_dtype_policy", "_keras_mp_decision")
+    return {name: vars(layer)[name] for name in names if name in vars(layer)}
 
 
-def _producers(tensor: Any) -> Iterator[Any]:
-    """The layers whose values a tensor is made of, seen through plain operations."""
-    operation = tensor._keras_history.operation
-    if isinstance(operation, keras.layers.Layer):
-        yield from _leaves(operation)
-        return
-    node = operation._inbound_nodes[tensor._keras_history.node_index]
-    for argument in node.input_tensors:
-        yield from _producers(argument)
+def _choose(model: Any, layers: list[Any], policy: Any) -> None:
+    for layer in layers:
+        layer._dtype_policy = policy_of(layer)  # Out of a map that others share.
+        layer.dtype_policy = _policy_at(policy, layer)
+        vars(layer).pop("_keras_mp_decision", None)
+    # Parents come before their children, and what they decide goes for these. What is
+    # not built settles at its first call.
+    for layer in layers:
+        if layer.built:
+            settle(layer)
+    keep_outputs_in_float32(model)
 
 
-def _leaves(layer: Any) -> Iterator[Any]:
-    if isinstance(layer, keras.layers.InputLayer):
-        return
-    if _is_graph(layer):
-        yield from _output_layers(layer)
-    elif not isinstance(layer, keras.Model):
-        yield layer
-
-
-def _refresh_symbolic_dtypes(model: Any) -> None:
-    """Makes the dtypes of a Functional graph's symbolic tensors true again.
-
-    Keras computes them once, when the layers are first called.
-    """
-    graph = model._functional if isinstance(model, keras.Sequential) else model
-    if graph is None:
-        return  # A Sequential model that is not built has no graph yet.
-    nodes_by_depth = graph._nodes_by_depth
-    for depth in sorted(nodes_by_depth, reverse=True):
-        for node in nodes_by_depth[depth]:
-            if node.is_input:
-                continue
-            operation = node.operation
-            if _is_graph(operation):
-                _refresh_symbolic_dtypes(operation)
-                inner = [t.dtype for t in operation.outputs]
-            elif not isinstance(operation, keras.layers.Layer):
-                spec = operation.compute_output_spec(
-                    *node.arguments.args, **node.arguments.kwargs
-                )
-                inner = [t.dtype for t in keras.tree.flatten(spec)]
-            elif (decision := decision_for(operation)) and decision.rule:
-                inner = [
-                    "float32" if keras.backend.is_float_dtype(t.dtype) else t.dtype
-                    for t in node.outputs
-                ]
+def _recast_constants(layers: list[Any]) -> None:
+    # Normalization casts its mean and variance once, when it is built.
+    for layer in layers:
+        if isinstance(layer, keras.layers.Normalization) and layer.built:
+            if layer.input_mean is None:
+                layer.finalize_state()
             else:
-                continue
-            for tensor, dtype in zip(node.outputs, inner, strict=True):
-                tensor._dtype = dtype
+                type(layer).build(layer, layer._build_input_shape)
+
+
+def _forget_traces(model: Any) -> None:
+    for name in _FUNCTIONS:
+        if getattr(model, name, None) is not None:
+            getattr(model, f"make_{name}")(force=True)

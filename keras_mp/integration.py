@@ -3,11 +3,15 @@
 Each is a wrapper round one public Keras method, on the class that defines it, and holds
 no logic of its own:
 
+    Layer.__init__               some classes choose their precision
     Layer.__call__               a layer's first call chooses its precision
     Layer.get_config             files hold stock policies, before that call as well
+    Layer.add_loss               losses are float32
+    Sequential.build             its inputs are float32
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
+    dot_product_attention        the backend's own, safe in float16
 """
 
 import functools
@@ -16,15 +20,16 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.utils.tracking import no_automatic_dependency_tracking
+from keras.src import backend as keras_backend
 
-from keras_mp import gradient_stage, optimizer_log
-from keras_mp.backend import engine
+from keras_mp import gradient_stage, model_inputs, symbolic
+from keras_mp.backend import attention, engine
 from keras_mp.backend.logs import any_measured
-from keras_mp.conversion import computes_in_float16, keep_outputs_in_float32
-from keras_mp.inner_optimizer import wrapper_of
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
-from keras_mp.policies import first_call, policy_in_files, settle
+from keras_mp.outputs import keep_outputs_in_float32
+from keras_mp.parts import note_input_shape
+from keras_mp.policies import first_call, policy_in_files, settle, settle_by_class
+from keras_mp.scaling import losses_in_float32, scale_optimizer
 
 
 def install() -> None:
@@ -46,13 +51,17 @@ def uninstall() -> None:
             setattr(owner, name, marks["_keras_mp_original"])
 
 
-def _seams() -> list[tuple[str, type, Callable[[Callable], Callable]]]:
+def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     return [
+        ("__init__", keras.layers.Layer, _layer_init),
         ("__call__", keras.layers.Layer, _layer_call),
         ("get_config", keras.layers.Layer, _layer_get_config),
+        ("add_loss", keras.layers.Layer, _add_loss),
+        ("build", keras.Sequential, _sequential_build),
         ("compile", _definer("compile"), _compile),
         ("make_train_function", _definer("make_train_function"), _make_train_function),
         ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
+        ("dot_product_attention", keras_backend.nn, attention.in_float16),
     ]
 
 
@@ -62,15 +71,31 @@ def _definer(name: str) -> type:
     return next(c for c in keras.Model.__mro__ if name in vars(c))
 
 
+def _layer_init(original: Callable) -> Callable:
+    # Without *args, which Keras would look for in the configs of subclasses.
+    def __init__(self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
+        settle_by_class(self)
+
+    return __init__
+
+
 def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # After a layer's first call this costs three look-ups, until the user sets
+        # another policy.
         settled = vars(self).get("_keras_mp_settled")
-        if settled is not None and self.built and settled is self.dtype_policy:
+        first = settled is None or not self.built or settled is not self.dtype_policy
+        if first:
+            note_input_shape(self, args)
+            settle(self)
+            model_inputs.leave_as_they_come(self)
+        if model_inputs.come_as_they_are(self):
+            args, kwargs = model_inputs.as_they_came((args, kwargs))
+        if not first:
             return original(self, *args, **kwargs)
-        settle(self)
         with first_call(self):
             result = original(self, *args, **kwargs)
-        # From here on a call costs two look-ups, until the user sets another policy.
         self._keras_mp_settled = self.dtype_policy
         return result
 
@@ -86,6 +111,21 @@ def _layer_get_config(original: Callable) -> Callable:
         return config
 
     return get_config
+
+
+def _add_loss(original: Callable) -> Callable:
+    def add_loss(self: Any, loss: Any) -> Any:
+        return original(self, losses_in_float32(loss))
+
+    return add_loss
+
+
+def _sequential_build(original: Callable) -> Callable:
+    def build(self: Any, input_shape: Any = None) -> Any:
+        model_inputs.put_float32_input(self, input_shape)
+        return original(self, input_shape)
+
+    return build
 
 
 def _compile(original: Callable) -> Callable:
@@ -104,8 +144,9 @@ def _compile(original: Callable) -> Callable:
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             self._compile_config.config["auto_scale_loss"] = False
-        keep_outputs_in_float32(self)
-        _scale_optimizer(self)
+        if keep_outputs_in_float32(self):
+            symbolic.refresh(self)
+        scale_optimizer(self)
         return result
 
     return compile
@@ -114,7 +155,7 @@ def _compile(original: Callable) -> Callable:
 def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
         # Layers that a subclassed model builds at its first call are known only now.
-        _scale_optimizer(self)
+        scale_optimizer(self)
         before = self.train_function
         wrap = functools.partial(_train_step, self)
         engine.make_train_function(self, original, force, wrap)
@@ -137,7 +178,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
         unbuilt = not all(layer.built for layer in model._flatten_layers())
         if unbuilt and keras_own:
             engine.build(model, *args)
-            _scale_optimizer(model)
+            scale_optimizer(model)
         step = original
         if isinstance(model.optimizer, LossScaleOptimizer):
             step = engine.undo_skipped(model, model.optimizer, original)
@@ -145,7 +186,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
             result = step(*args)
         if unbuilt and not keras_own:
             # What the step has built is known now, and TensorFlow traces it again.
-            _scale_optimizer(model)
+            scale_optimizer(model)
         return result
 
     return train_step
@@ -173,35 +214,6 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
         and not any_measured(model.metrics_variables)
     )
     return {} if only_skips else results
-
-
-def _scale_optimizer(model: Any) -> None:
-    """Wraps the model's optimizer if the model needs it and nothing scales it yet."""
-    optimizer = model.optimizer
-    if _needs_scaling(model, optimizer):
-        # Compiled with the same optimizer again, a model keeps scale and moments.
-        with engine.optimizer_scope(model):
-            optimizer = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
-            if model.optimizer.built and not optimizer.built:
-                optimizer.build(model.trainable_variables)
-        _set_optimizer(model, optimizer)
-    optimizer_log.note(model.optimizer)
-
-
-def _needs_scaling(model: Any, optimizer: Any) -> bool:
-    return (
-        isinstance(optimizer, keras.optimizers.Optimizer)
-        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        and optimizer.loss_scale_factor is None
-        and model._compile_config.config.get("auto_scale_loss", True)
-        and computes_in_float16(model)
-    )
-
-
-@no_automatic_dependency_tracking
-def _set_optimizer(model: Any, optimizer: Any) -> None:
-    # As in Keras' compile: without TensorFlow's attribute tracking.
-    model.optimizer = optimizer
 
 
 def _watch_skips(model: Any) -> None:

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_mp.hardware import recommended_policy
-from keras_mp.rules import OUTPUT, RULES, Rule, layer_path, user_rule
+from keras_mp.parts import children_of, layer_path, parts_of
+from keras_mp.rule import Rule, RuleTable, user_rule
+from keras_mp.rules import OUTPUT, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy as it stands.
 _OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+_FLOAT32 = keras.DTypePolicy("float32")
+HALF = ("float16", "bfloat16")
 
 
 class _ChosenName(str):
@@ -48,7 +52,12 @@ class MixedPolicy(keras.DTypePolicy):
         chosen.chooser = self
         super().__init__(chosen)
         self.float32 = tuple(float32)
-        self.rules = (*(user_rule(p) for p in self.float32), *RULES)
+        self._users_rules = tuple(user_rule(p) for p in self.float32)
+
+    @property
+    def rules(self) -> RuleTable:
+        """What stays in float32 under this policy, and why; prints as a table."""
+        return rules_with(self._users_rules)
 
     def for_layer(self, layer: Any) -> keras.DTypePolicy:
         """Returns the stock Keras policy that `layer` computes under."""
@@ -56,12 +65,24 @@ class MixedPolicy(keras.DTypePolicy):
 
     def decide(self, layer: Any) -> "Decision":
         """Returns `for_layer`'s policy with the rule that chose it, None for half."""
-        for rule in self.rules:
-            if rule.matches(layer):
-                return Decision(keras.DTypePolicy("float32"), rule)
+        rule = self._rule_for(layer)
+        if rule is not None:
+            return Decision(keras.DTypePolicy("float32"), rule)
         if isinstance(layer, _OPAQUE):
             return Decision(keras.DTypePolicy(self._policy_name), None)
         return Decision(keras.DTypePolicy(self.name), None)
+
+    def _rule_for(self, layer: Any) -> Rule | None:
+        for rule in self.rules:
+            if rule.matches(layer):
+                return rule
+        # A wrapper computes in the precision of what it wraps: some call its `call`.
+        for part in parts_of(layer):
+            if policy_of(part) == _FLOAT32 and not _is_default(part, layer):
+                return WRAPPED
+            if of_part := self._rule_for(part):
+                return of_part
+        return None
 
     def get_config(self) -> dict[str, Any]:
         return {"name": str(self.name)}
@@ -169,36 +190,74 @@ def policy_of(layer: Any) -> Any:
     return policy
 
 
+def is_half(policy: Any) -> bool:
+    """Does a policy compute in half precision with its variables in float32?"""
+    return policy.variable_dtype == "float32" and policy.compute_dtype in HALF
+
+
+def settle_by_class(layer: Any) -> None:
+    """Keeps a layer that was just created in float32, if its class is reason enough.
+
+    Some layers use their precision before their first call: to adapt to data.
+    """
+    chooser = chooser_of(getattr(layer, "_dtype_policy", None))
+    if chooser is not None:
+        for rule in chooser.rules:
+            if isinstance(rule.applies, tuple) and rule.matches(layer):
+                _decide(layer, Decision(keras.DTypePolicy("float32"), rule))
+                return
+
+
 def settle(layer: Any) -> None:
-    """Lets a policy of ours choose the layer's own; at most once a layer."""
+    """Lets a policy of ours choose the layer's own, before its first call."""
+    decision = decision_for(layer)
     chooser = chooser_of(policy_of(layer))
-    if chooser is not None and decision_for(layer) is None:
+    if decision is None:
+        if chooser is None:
+            return
         decision = chooser.decide(layer)
         if decision.rule is None and policy_of(layer) is not layer.dtype_policy:
             # Within a map: what else it says is for the parts of this layer.
             layer._keras_mp_decision = Decision(policy_of(layer), None)
-        else:
-            _carry_out(layer, decision)
+            return
+    _carry_out(layer, decision)
+    if decision.rule is None and chooser and not isinstance(layer, _OPAQUE):
+        _pass_on(layer, chooser)
+    for part in parts_of(layer):
+        settle(part)  # It may have no first call of its own.
 
 
 def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
-    """The stock policy to store for a layer that was never called; None for others.
+    """The stock policy to store for a layer with one of ours; None for others.
 
-    Keras cannot open a file that names a policy of ours where keras_mp is missing.
+    Keras cannot open a file that names a policy of ours where keras_mp is missing. A
+    layer that was never called has one, and so has the map that a layer's is part of.
     """
     policy = getattr(layer, "dtype_policy", None)
-    return policy.for_layer(layer) if isinstance(policy, MixedPolicy) else None
+    if isinstance(policy, MixedPolicy):
+        return policy.for_layer(layer)
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        entries = {path: _stock(policy[path]) for path in policy}
+        default = _stock(policy._default_policy_arg)
+        return keras.dtype_policies.DTypePolicyMap(default, entries)
+    return None
+
+
+def _stock(policy: Any) -> Any:
+    ours = isinstance(policy, MixedPolicy)
+    return keras.DTypePolicy(policy.name) if ours else policy
 
 
 @contextlib.contextmanager
 def first_call(layer: Any) -> Iterator[None]:
-    """What a layer in float32 builds at its first call is in float32 with it."""
+    """What a layer builds at its first call has the layer's precision, unless told."""
     decision = decision_for(layer)
-    if decision is None or decision.rule is None or layer.built:
+    if decision is None or layer.built:
         yield
         return
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(decision.policy)
+    mine = decision.policy if decision.rule else chooser_of(decision.policy)
+    keras.config.set_dtype_policy(mine or before)
     try:
         yield
     finally:
@@ -218,13 +277,34 @@ def keep_output_in_float32(layer: Any) -> bool:
 def _carry_out(layer: Any, decision: Decision) -> None:
     before = policy_of(layer)
     _decide(layer, decision)
-    if decision.rule is None:
+    if decision.rule is None and not isinstance(layer, _OPAQUE):
         return
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
     for child in layer._flatten_layers(include_self=False):
         policy = policy_of(child)
-        if policy is before or chooser_of(policy) is not None:
+        if policy is before or chooser_of(policy) or _is_default(child, layer):
             _decide(child, decision)
+
+
+def _pass_on(layer: Any, chooser: MixedPolicy) -> None:
+    """Gives a policy that stands on a layer to the layers that it holds.
+
+    Keras gives it to none.
+    """
+    if chooser is keras.config.dtype_policy():
+        return  # They have it.
+    for child in children_of(layer):
+        if _is_default(child, layer):
+            child.dtype_policy = chooser
+            _pass_on(child, chooser)
+
+
+def _is_default(child: Any, parent: Any) -> bool:
+    """Has nobody chosen a policy for this child?"""
+    policy, default = child.dtype_policy, keras.config.dtype_policy()
+    if isinstance(parent, keras.layers.Bidirectional):
+        return policy == default  # Its layers are copies, made of their configs.
+    return policy is default
 
 
 def _decide(layer: Any, decision: Decision) -> None:

@@ -1,53 +1,59 @@
 """Which layers stay in float32, and why.
 
-A rule is a predicate on a layer, with a reason and its source. The first rule that
-matches decides; a layer that none matches computes in half precision.
+The first rule that matches decides; a layer that none matches computes in half
+precision.
+`print(RULES)` shows them as a table. `sweeps/README.md` has the measurements that they
+stand on.
 """
 
-import dataclasses
-import functools
-import re
-from collections.abc import Callable
+import math
 from typing import Any
 
 import keras
-from keras.src.backend.common.name_scope import current_path
 
-SOFTMAX_NAMES = {"softmax", "log_softmax"}
+from keras_mp.parts import activation_of, input_shape
+from keras_mp.rule import Rule, RuleTable
 
+layers = keras.layers
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Why a layer computes in float32.
-
-    Attributes:
-        name: what the rule is called in tables.
-        matches: layer -> bool.
-        reason: one sentence.
-        source: where the reason comes from.
-    """
-
-    name: str
-    matches: Callable[[Any], bool]
-    reason: str
-    source: str
+SOFTMAX_NAMES = {"softmax", "log_softmax", "sparsemax"}
+# Above it float16 no longer holds every whole number.
+LARGEST_COUNT = 2048
+WIDE = 1024
 
 
 def is_softmax(layer: Any) -> bool:
     """Does the layer return probabilities or log-probabilities of a softmax?"""
-    if isinstance(layer, keras.layers.Softmax):
-        return True
-    if isinstance(layer, keras.layers.Wrapper):
-        return is_softmax(layer.layer)
-    activation = getattr(layer, "activation", None)
-    while isinstance(activation, functools.partial):
-        activation = activation.func
-    if isinstance(activation, keras.layers.Layer):
-        return is_softmax(activation)
-    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
-    return getattr(activation, "__name__", "").removesuffix("_v2") in SOFTMAX_NAMES
+    return isinstance(layer, layers.Softmax) or activation_of(layer) in SOFTMAX_NAMES
 
 
+def _raw_data_classes() -> tuple[type, ...]:
+    exported = [c for c in vars(layers).values() if isinstance(c, type)]
+    bases = {base for c in exported for base in c.__mro__}
+    return tuple(
+        base
+        for base in bases
+        if base.__module__.startswith("keras.src.layers.preprocessing")
+    )
+
+
+def _sums_in_float16(layer: Any) -> bool:
+    pooling = (layers.AveragePooling1D, layers.AveragePooling2D)
+    return isinstance(layer, pooling) and math.prod(layer.pool_size) > WIDE
+
+
+def _runs_long(layer: Any) -> bool:
+    cell = getattr(layer, "cell", None)
+    cells = getattr(cell, "cells", [cell])
+    steps = input_shape(layer)[1:2] or (None,)
+    return (
+        isinstance(layer, layers.RNN)
+        and any(isinstance(cell, layers.LSTMCell) for cell in cells)
+        and (steps[0] or 0) > LARGEST_COUNT
+    )
+
+
+_MEASURED = "sweeps/README.md"
 SOFTMAX = Rule(
     "softmax",
     is_softmax,
@@ -60,48 +66,167 @@ OUTPUT = Rule(
     "what the loss sees is not rounded",
     "TensorFlow's mixed precision guide, 'Building the model'",
 )
-RULES = (SOFTMAX,)
+WRAPPED = Rule(
+    "what it wraps",
+    lambda layer: False,  # Decided where the policies of both are known.
+    "a wrapper computes in the precision of the layer that it wraps",
+    "Keras: TimeDistributed calls the layer's `call` itself",
+)
+RULES = RuleTable(
+    (
+        SOFTMAX,
+        OUTPUT,
+        WRAPPED,
+        Rule(
+            "preprocessing",
+            _raw_data_classes(),
+            "it sees data as they came, which half precision rounds or cannot hold",
+            _MEASURED,
+        ),
+        Rule(
+            "Masking",
+            lambda layer: isinstance(layer, layers.Masking) and layer.mask_value != 0,
+            "half precision rounds what is compared with the mask value",
+            _MEASURED,
+        ),
+        Rule(
+            "activity_regularizer",
+            lambda layer: getattr(layer, "activity_regularizer", None) is not None,
+            "its sum over all activations passes 65504",
+            _MEASURED,
+        ),
+        Rule(
+            "UnitNormalization, Dot(normalize=True)",
+            lambda layer: (
+                isinstance(layer, layers.UnitNormalization)
+                or (isinstance(layer, layers.Dot) and layer.normalize)
+            ),
+            "sums of squares pass 65504 or vanish",
+            _MEASURED,
+        ),
+        Rule(
+            "squareplus",
+            lambda layer: activation_of(layer) == "squareplus",
+            "the square of 256 passes 65504",
+            _MEASURED,
+        ),
+        Rule(
+            "SpectralNormalization",
+            (layers.SpectralNormalization,),
+            "it writes its weights anew in each step: rounded, and on torch not at all",
+            _MEASURED,
+        ),
+        Rule(
+            "averages",
+            (layers.GlobalAveragePooling1D, layers.Average),
+            "the sum, and the count of a mask, pass 65504 where the average does not",
+            _MEASURED,
+        ),
+        Rule(
+            "long LSTM",
+            _runs_long,
+            f"beyond {LARGEST_COUNT} a cell state no longer grows by steps of 1",
+            _MEASURED,
+        ),
+        Rule(
+            "wide average pooling",
+            _sums_in_float16,
+            f"sums of more than {WIDE} values pass 65504, or are far off on CPUs",
+            _MEASURED,
+        ),
+        Rule(
+            "adaptive average pooling",
+            (layers.AdaptiveAveragePooling1D, layers.AdaptiveAveragePooling2D),
+            "its windows grow with its input, and their sums are made in float16",
+            _MEASURED,
+            ("tensorflow",),
+        ),
+        Rule(
+            "interpolated UpSampling2D",
+            lambda layer: (
+                isinstance(layer, layers.UpSampling2D)
+                and layer.interpolation != "nearest"
+            ),
+            "it fails under XLA, and has no gradient in half precision",
+            _MEASURED,
+            ("tensorflow",),
+        ),
+        Rule(
+            "3-D pooling",
+            (
+                layers.AveragePooling3D,
+                layers.MaxPooling3D,
+                layers.AdaptiveAveragePooling3D,
+                layers.AdaptiveMaxPooling3D,
+            ),
+            "there is no half-precision kernel for CPUs",
+            _MEASURED,
+            ("tensorflow", "torch"),
+        ),
+        Rule(
+            "ConvLSTM3D",
+            (layers.ConvLSTM3D,),
+            "its bfloat16 gradient is garbage on CPUs",
+            _MEASURED,
+            ("tensorflow", "torch"),
+        ),
+        Rule(
+            "masked attention",
+            (layers.Attention, layers.AdditiveAttention),
+            "a row whose every key is masked becomes nan",
+            _MEASURED,
+            ("torch",),
+        ),
+        Rule(
+            "TorchModuleWrapper",
+            (layers.TorchModuleWrapper,),
+            "its inputs are cast, and the module's parameters are not",
+            _MEASURED,
+            ("torch",),
+        ),
+    )
+)
+_kept: dict[type, Rule] = {}
 
 
-def user_rule(pattern: Any) -> Rule:
-    """The rule for one entry of a policy's `float32=[...]`.
+def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
+    """Keeps all layers of a class in float32 under every policy of ours.
+
+    For the author of a library, as a decorator or a call. Layers of subclasses stay in
+    float32 too.
 
     Args:
-        pattern: a layer class, a regular expression that the whole path of a layer
-            must match, or a predicate layer -> bool.
+        layer_class: a subclass of `keras.layers.Layer`.
+        reason: one sentence, for the table of rules.
+
+    Returns:
+        `layer_class`.
 
     Raises:
-        ValueError: for a regular expression that does not compile.
-        TypeError: for anything else.
+        TypeError: if `layer_class` is not a class of layers.
+
+    Example:
+
+    ```python
+    @keras_mp.keep_float32
+    class MyLayer(keras.layers.Layer):
+        ...
+    ```
     """
-    if isinstance(pattern, type) and issubclass(pattern, keras.layers.Layer):
-        return _users(pattern.__name__, lambda layer: isinstance(layer, pattern))
-    if isinstance(pattern, str):
-        try:
-            expression = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                "`float32` must hold valid regular expressions. Received: "
-                f"float32=[{pattern!r}], which is not: {error}."
-            ) from error
-        return _users(
-            pattern, lambda layer: bool(expression.fullmatch(layer_path(layer)))
+    if not (isinstance(layer_class, type) and issubclass(layer_class, layers.Layer)):
+        raise TypeError(
+            "`layer_class` must be a subclass of keras.layers.Layer. Received: "
+            f"layer_class={layer_class!r}."
         )
-    if callable(pattern) and not isinstance(pattern, (type, keras.layers.Layer)):
-        return _users(getattr(pattern, "__name__", repr(pattern)), pattern)
-    raise TypeError(
-        "`float32` must hold layer classes, regular expressions of layer paths, or "
-        f"predicates layer -> bool. Received: float32=[{pattern!r}]."
+    _kept[layer_class] = Rule(
+        layer_class.__name__,
+        (layer_class,),
+        reason or "asked for by keep_float32",
+        "its author",
     )
+    return layer_class
 
 
-def _users(name: str, matches: Callable[[Any], bool]) -> Rule:
-    return Rule(name, matches, "asked for by `float32=`", "the user")
-
-
-def layer_path(layer: Any) -> str:
-    """The path of a layer, also during its first call, when Keras has none yet."""
-    if layer.path:
-        return layer.path
-    scope = current_path()
-    return f"{scope}/{layer.name}" if scope else layer.name
+def rules_with(users: tuple[Rule, ...]) -> RuleTable:
+    """All rules: the user's first, then those of `keep_float32`, then ours."""
+    return RuleTable((*users, *_kept.values(), *RULES))

@@ -25,7 +25,17 @@ PACKAGE = REPOSITORY / "keras_mp"
 # importers leave it a place; if they leave it none, it is two modules.
 LAYERS = [
     # the ground: the frameworks, the pure rules, what can go wrong
-    ["backend", "errors", "gradient_check", "loss_scale", "nonfinite", "rules"],
+    [
+        "backend",
+        "errors",
+        "gradient_check",
+        "loss_scale",
+        "nonfinite",
+        "parts",
+        "rule",
+        "rules",
+        "tables",
+    ],
     # policies and the optimizer: the rules with a state
     [
         "checkpoint",
@@ -38,7 +48,7 @@ LAYERS = [
         "skip_watch",
     ],
     # models that exist already
-    ["conversion"],
+    ["conversion", "model_inputs", "outputs", "scaling", "symbolic"],
     # the seams: where it meets Keras
     ["integration"],
     # what a user calls

@@ -1,0 +1,51 @@
+"""The output layers of a model, which compute in float32."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+from keras_mp.parts import is_graph
+from keras_mp.policies import keep_output_in_float32
+
+
+def keep_outputs_in_float32(model: Any) -> bool:
+    """Turns the output layers of a Functional or Sequential model to float32.
+
+    Only layers for which a policy of ours has decided: what the user said explicitly
+    for a layer wins. Subclassed models are left as they are, their outputs being
+    whatever their `call` returns.
+
+    Returns:
+        Whether any layer has changed.
+    """
+    return any([keep_output_in_float32(layer) for layer in _output_layers(model)])
+
+
+def _output_layers(model: Any) -> Iterator[Any]:
+    if isinstance(model, keras.Sequential) and model.layers:
+        yield from _leaves(model.layers[-1])
+    elif isinstance(model, Functional):
+        for tensor in model.outputs:
+            yield from _producers(tensor)
+
+
+def _producers(tensor: Any) -> Iterator[Any]:
+    """The layers whose values a tensor is made of, seen through plain operations."""
+    operation = tensor._keras_history.operation
+    if isinstance(operation, keras.layers.Layer):
+        yield from _leaves(operation)
+        return
+    node = operation._inbound_nodes[tensor._keras_history.node_index]
+    for argument in node.input_tensors:
+        yield from _producers(argument)
+
+
+def _leaves(layer: Any) -> Iterator[Any]:
+    if isinstance(layer, keras.layers.InputLayer):
+        return
+    if is_graph(layer):
+        yield from _output_layers(layer)
+    elif not isinstance(layer, keras.Model):
+        yield layer

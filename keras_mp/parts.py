@@ -1,0 +1,70 @@
+"""What can be asked of any layer: its parts, its path, its activation, its input."""
+
+import functools
+from typing import Any
+
+import keras
+from keras.src.backend.common.name_scope import current_path
+from keras.src.models.functional import Functional
+
+layers = keras.layers
+
+
+def is_graph(layer: Any) -> bool:
+    """Is the layer a Sequential or Functional model, which computes nothing itself?"""
+    return isinstance(layer, (keras.Sequential, Functional))
+
+
+def children_of(layer: Any) -> list[Any]:
+    """The layers that a layer holds, not those that they hold in turn."""
+    children = layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in children if not isinstance(child, layers.InputLayer)]
+
+
+def parts_of(layer: Any) -> list[Any]:
+    """The layers inside which a wrapper computes: the two of one precision."""
+    if isinstance(layer, layers.Wrapper):
+        parts = [layer.layer]
+    elif isinstance(layer, layers.Bidirectional):
+        parts = [layer.forward_layer, layer.backward_layer]
+    elif isinstance(layer, layers.RNN):
+        parts = [layer.cell]
+    elif isinstance(layer, layers.StackedRNNCells):
+        parts = list(layer.cells)
+    else:
+        parts = []
+    # A cell of the user's own need not be a layer.
+    return [part for part in parts if isinstance(part, layers.Layer)]
+
+
+def layer_path(layer: Any) -> str:
+    """The path of a layer, also during its first call, when Keras has none yet."""
+    if layer.path:
+        return layer.path
+    scope = current_path()
+    return f"{scope}/{layer.name}" if scope else layer.name
+
+
+def activation_of(layer: Any) -> str:
+    """The name of a layer's activation function; empty if it has none."""
+    activation = getattr(layer, "activation", None)
+    while isinstance(activation, functools.partial):
+        activation = activation.func
+    if isinstance(activation, layers.Softmax):
+        return "softmax"
+    if isinstance(activation, layers.Layer):
+        return activation_of(activation)
+    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
+    return getattr(activation, "__name__", "").removesuffix("_v2")
+
+
+def note_input_shape(layer: Any, args: tuple) -> None:
+    """Remembers the shape of a layer's first input, for the rules that ask for it."""
+    shape = getattr(args[0], "shape", None) if args else None
+    if shape is not None:
+        vars(layer)["_keras_mp_input_shape"] = tuple(shape)
+
+
+def input_shape(layer: Any) -> tuple[int | None, ...]:
+    """The shape of a layer's first input; empty while it is not known."""
+    return vars(layer).get("_keras_mp_input_shape", ())

@@ -1,0 +1,68 @@
+"""Tables, for a terminal and for a notebook."""
+
+import html
+import io
+from collections.abc import Sequence
+from typing import Any
+
+
+class Table:
+    """Rows of text under a heading.
+
+    Args:
+        columns: the heading.
+        rows: as many texts each; numbers are aligned to the right.
+        title: a line above it.
+        notes: lines below it.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        title: str = "",
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.columns = tuple(columns)
+        self.rows = [tuple(row) for row in rows]
+        self.title = title
+        self.notes = tuple(notes)
+
+    def text(self, width: int = 80) -> str:
+        """The table as lines of at most `width` characters."""
+        # Here, not above: `import keras_mp` draws no table.
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=self.title or None)
+        for index, column in enumerate(self.columns):
+            right = bool(self.rows) and all(
+                isinstance(row[index], (int, float)) for row in self.rows
+            )
+            table.add_column(
+                Text(column), justify="right" if right else "left", overflow="fold"
+            )
+        for row in self.rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        out = io.StringIO()
+        console = Console(file=out, width=width, color_system=None)
+        console.print(table)
+        for note in self.notes:
+            console.print(Text(note))
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def html(self) -> str:
+        """The table as HTML, with nothing loaded from elsewhere."""
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>"
+            for row in self.rows
+        )
+        title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return (
+            f"{title}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+            f"</table>{notes}"
+        )
