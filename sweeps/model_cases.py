@@ -13,7 +13,9 @@ CLASSES = 5
 VOCABULARY = 20
 TOKENS = 6
 
-# The smallest side of an image that an architecture accepts, where it is not 32.
+# At 32, the least for most, the last feature maps are 1 by 1: batch normalisation of so
+# few values has gradients that ruin float32 training as well. Three ask for more.
+SIDE = 64
 SMALLEST = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
 
 
@@ -61,7 +63,7 @@ def _applications() -> Iterator[Case]:
 
 
 def _application(name: str, dtype: Any) -> Any:
-    side = SMALLEST.get(name, 32)
+    side = SMALLEST.get(name, SIDE)
     model = getattr(keras.applications, name)(
         weights=None, input_shape=(side, side, 3), classes=CLASSES
     )
@@ -132,9 +134,9 @@ _GROUPED = {
 _IMAGE = {"image_shape": (32, 32, 3)}
 
 _RESNET = {
-    "input_conv_filters": [8],
+    "input_conv_filters": [64],  # KerasHub insists on 64 here and below.
     "input_conv_kernel_sizes": [7],
-    "stackwise_num_filters": [64, 64, 64],  # KerasHub insists on 64.
+    "stackwise_num_filters": [64, 64, 64],
     "stackwise_num_blocks": [1, 1, 1],
     "stackwise_num_strides": [1, 2, 2],
     "block_type": "basic_block",
@@ -152,7 +154,6 @@ _BACKBONES: dict[str, dict[str, Any]] = {
     "T5Backbone": _TRANSFORMER,
     "GemmaBackbone": {**_GROUPED, "head_dim": 4},
     "LlamaBackbone": _GROUPED,
-    "MistralBackbone": _GROUPED,
     "Qwen3Backbone": {**_GROUPED, "head_dim": 4},
     "WhisperBackbone": {
         **_TRANSFORMER,
@@ -198,7 +199,6 @@ _BACKBONES: dict[str, dict[str, Any]] = {
         "stackwise_strides": [1, 2, 2],
         "stackwise_squeeze_and_excite_ratios": [0.25] * 3,
         "stackwise_block_types": ["v1", "unfused", "fused"],
-        "num_features": 32,
     },
     "DenseNetBackbone": {**_IMAGE, "stackwise_num_repeats": [1, 2], "growth_rate": 4},
     "VGGBackbone": {
@@ -324,7 +324,6 @@ _PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 _TASKS = {
-    "AlbertMaskedLM": _task("AlbertMaskedLM", "AlbertBackbone"),
     "AlbertTextClassifier": _task(
         "AlbertTextClassifier", "AlbertBackbone", num_classes=CLASSES
     ),
@@ -354,7 +353,6 @@ _TASKS = {
     "GemmaCausalLM": _task("GemmaCausalLM", "GemmaBackbone"),
     "GPT2CausalLM": _task("GPT2CausalLM", "GPT2Backbone"),
     "LlamaCausalLM": _task("LlamaCausalLM", "LlamaBackbone"),
-    "MistralCausalLM": _task("MistralCausalLM", "MistralBackbone"),
     "Qwen3CausalLM": _task("Qwen3CausalLM", "Qwen3Backbone"),
     "ResNetImageClassifier": _task(
         "ResNetImageClassifier",
@@ -365,7 +363,6 @@ _TASKS = {
     "RetinaNetObjectDetector": _task(
         "RetinaNetObjectDetector", "RetinaNetBackbone", num_classes=CLASSES
     ),
-    "RobertaMaskedLM": _task("RobertaMaskedLM", "RobertaBackbone"),
     "RobertaTextClassifier": _task(
         "RobertaTextClassifier", "RobertaBackbone", num_classes=CLASSES
     ),
@@ -386,7 +383,22 @@ _LOSSES = {
     "RetinaNetObjectDetector": "boxes",
     "SAMImageSegmenter": "values",
 }
-_HUB = {name: "values" for name in _BACKBONES} | {
+# The other backbones of the table above are within tasks.
+_ALONE = (
+    "BertBackbone",
+    "DeepLabV3Backbone",
+    "DenseNetBackbone",
+    "EfficientNetBackbone",
+    "GPT2Backbone",
+    "OPTBackbone",
+    "ResNetBackbone",
+    "RetinaNetBackbone",
+    "SwinTransformerBackbone",
+    "VGGBackbone",
+    "ViTBackbone",
+    "WhisperBackbone",
+)
+_HUB = dict.fromkeys(_ALONE, "values") | {
     name: _LOSSES.get(name, "logits") for name in _TASKS
 }
 

@@ -68,6 +68,7 @@ class Run:
         with _check("build"):
             model = self._mixed()
         with _check("compile"):
+            _take_statistics_from_the_batch(model)
             loss, targets = training(model, self.case.loss)
             model.compile(
                 keras.optimizers.SGD(1e-3),
@@ -211,6 +212,16 @@ def _prints(variables: Any) -> list[int]:
     """Checksums: copies of the largest models would take gigabytes."""
     arrays = (keras.ops.convert_to_numpy(v) for v in variables)
     return [zlib.crc32(np.ascontiguousarray(a)) for a in arrays]
+
+
+def _take_statistics_from_the_batch(model: Any) -> None:
+    """Untrained statistics let deep residual networks overflow at inference.
+
+    In float32 too. With a momentum of 0 one step is enough to have trained ones.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = 0.0
 
 
 def _is_model(layer: Any) -> bool:

@@ -1,8 +1,8 @@
 """The sweep over whole models: `python -m sweeps.models`, or `make sweep-models`.
 
 Every model of `model_cases.py`, made mixed in each way, goes through the checks of
-`model_checks.py`. Rows are kept in a scratch file as they are made, so that a sweep that
-was cut off goes on where it stopped.
+`model_checks.py`. Rows are kept in a scratch file as they are made, so that a sweep
+that was cut off goes on where it stopped.
 """
 
 import argparse
