@@ -250,6 +250,40 @@ def is_installed(module: str) -> bool:
 
 
 # --------------------------------------------------------------------------------
+# keras-mp inspect
+
+
+def inspect(path: str, backend: str | None) -> None:
+    """Prints what the layers of a model in a file compute in."""
+    if not os.path.isfile(path):
+        fail(f"cannot read the model {path!r}: there is no such file")
+    os.environ["KERAS_BACKEND"] = choose_backend(backend)
+    keras_mp = importlib.import_module("keras_mp")
+    load_model = importlib.import_module("keras").models.load_model
+    try:
+        model = load_model(path)
+    except Exception as with_optimizer:
+        # A loss or an optimizer of the user's own is no reason to show nothing.
+        try:
+            model = load_model(path, compile=False)
+        except Exception:
+            fail(f"cannot open the model {path!r}: {_one_line(with_optimizer)}")
+        print(
+            f"keras-mp: opened without what it was compiled with: "
+            f"{_one_line(with_optimizer)}",
+            file=sys.stderr,
+        )
+    print(keras_mp.inspect(model))
+
+
+def _one_line(error: Exception) -> str:
+    """What an exception says, without the configurations that Keras quotes."""
+    told = str(error).split("Exception encountered: ")[-1]
+    told = told.split("Full object config: ")[0].strip().split("\n\n")[0]
+    return " ".join(told.split()) or type(error).__name__
+
+
+# --------------------------------------------------------------------------------
 # the command line
 
 
@@ -288,6 +322,17 @@ def _version() -> str:
         return "(not installed)"
 
 
+def _add_backend(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        # no default to show: it depends on what is installed
+        default=argparse.SUPPRESS,
+        help="the Keras backend (default: KERAS_BACKEND, else the one in keras.json, "
+        "else the first that is installed)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="keras-mp",
@@ -308,14 +353,7 @@ def _parser() -> argparse.ArgumentParser:
         "a table and draws the loss and the loss scale over time.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    command.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        # no default to show: it depends on what is installed
-        default=argparse.SUPPRESS,
-        help="the Keras backend (default: KERAS_BACKEND, else the one in keras.json, "
-        "else the first that is installed)",
-    )
+    _add_backend(command)
     command.add_argument(
         "--epochs",
         type=_at_least_one,
@@ -330,6 +368,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where to write the picture",
     )
+
+    command = commands.add_parser(
+        "inspect",
+        allow_abbrev=False,
+        help="print what the layers of a saved model compute in, and why",
+        description="Opens a saved Keras model and prints, for every layer, what it "
+        "computes in and returns, what decided that, and how large it is, with what "
+        "to look at. The model is not run.",
+    )
+    _add_backend(command)
+    command.add_argument("model", metavar="MODEL", help="a .keras or .h5 file")
 
     command = commands.add_parser(
         "run",
@@ -361,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     if options.command == "run":
         run(options.policy, options.script, options.args)
+    elif options.command == "inspect":
+        inspect(options.model, getattr(options, "backend", None))
     else:
         demo(getattr(options, "backend", None), options.epochs, options.out)
 

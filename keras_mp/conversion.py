@@ -6,7 +6,7 @@ import keras
 
 from keras_mp import symbolic
 from keras_mp.outputs import keep_outputs_in_float32
-from keras_mp.parts import layer_path
+from keras_mp.parts import is_graph, layer_path
 from keras_mp.policies import HALF, Policy, policy_of, settle
 from keras_mp.scaling import rescale_optimizer
 
@@ -51,11 +51,14 @@ def convert(model: Any, policy: Any) -> Any:
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))
 
+    without_graph = [layer for layer in layers if _can_be_called(layer)]
     before = [(vars(layer), _state(layer)) for layer in layers]
     try:
         _choose(model, layers, policy)
         _recast_constants(layers)
         symbolic.refresh(model)
+        for layer in without_graph:
+            symbolic.call_again(layer)
     except Exception as error:
         for attributes, state in before:
             attributes.pop("_keras_mp_decision", None)
@@ -64,7 +67,7 @@ def convert(model: Any, policy: Any) -> Any:
         symbolic.refresh(model)
         if not isinstance(error, symbolic.SymbolicCallError):
             raise
-        path = getattr(error.layer, "path", error.layer.name)
+        path = getattr(error.layer, "path", None) or error.layer.name
         raise ValueError(
             f"`model` must be able to compute under the policy. Received: policy="
             f"{policy!r}, under which {path!r} ({type(error.layer).__name__}) raises "
@@ -88,6 +91,17 @@ def _converts(layer: Any) -> bool:
         # Not lookups, which compute in int64, nor float64, which someone asked for.
         and policy.compute_dtype in ("float32", *HALF)
     )
+
+
+def _can_be_called(layer: Any) -> bool:
+    """Can a model without a graph be called on symbolic tensors? Not all can."""
+    if is_graph(layer) or not isinstance(layer, keras.Model):
+        return False
+    try:
+        symbolic.call_again(layer)
+    except symbolic.SymbolicCallError:
+        return False
+    return True
 
 
 def _policy_at(policy: Any, layer: Any) -> Any:

@@ -5,7 +5,8 @@ no logic of its own:
 
     Layer.__init__               some classes choose their precision
     Layer.__call__               a layer's first call chooses its precision
-    Layer.get_config             files hold stock policies, before that call as well
+    Layer.get_config             files hold stock policies, before that call as well,
+                                 and so does the `get_config` of a model's own class
     Layer.add_loss               losses are float32
     Sequential.build             its inputs are float32
     Trainer.compile              scales the optimizer, keeps the outputs in float32
@@ -22,12 +23,12 @@ from typing import Any
 import keras
 from keras.src import backend as keras_backend
 
-from keras_mp import gradient_stage, model_inputs, symbolic
+from keras_mp import gradient_stage, model_files, model_inputs, symbolic
 from keras_mp.backend import attention, engine
 from keras_mp.backend.logs import any_measured
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
-from keras_mp.parts import note_input_shape
+from keras_mp.parts import note_call
 from keras_mp.policies import first_call, policy_in_files, settle, settle_by_class
 from keras_mp.scaling import losses_in_float32, scale_optimizer
 
@@ -49,6 +50,13 @@ def uninstall() -> None:
         # Another library's wrapper round ours has our marks too, copied by functools.
         if marks.get("_keras_mp_self") is vars(owner)[name]:
             setattr(owner, name, marks["_keras_mp_original"])
+    while _own_get_configs:
+        owner, get_config = _own_get_configs.popitem()
+        owner.get_config = get_config
+
+
+# The classes of models with a `get_config` of their own that were seen, and this.
+_own_get_configs: dict[Any, Callable] = {}
 
 
 def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
@@ -76,8 +84,17 @@ def _layer_init(original: Callable) -> Callable:
     def __init__(self: Any, **kwargs: Any) -> None:
         original(self, **kwargs)
         settle_by_class(self)
+        _wrap_own_get_config(type(self))
 
     return __init__
+
+
+def _wrap_own_get_config(layer_class: type) -> None:
+    owner = model_files.own_get_config(layer_class)
+    if owner is not None and owner not in _own_get_configs:
+        _own_get_configs[owner] = vars(owner)["get_config"]
+        wrapper = model_files.storing_a_map(_own_get_configs[owner])
+        setattr(owner, "get_config", wrapper)  # noqa: B010 (types know it not)
 
 
 def _layer_call(original: Callable) -> Callable:
@@ -87,7 +104,7 @@ def _layer_call(original: Callable) -> Callable:
         settled = vars(self).get("_keras_mp_settled")
         first = settled is None or not self.built or settled is not self.dtype_policy
         if first:
-            note_input_shape(self, args)
+            note_call(self, args, kwargs)
             settle(self)
             model_inputs.leave_as_they_come(self)
         if model_inputs.come_as_they_are(self):
@@ -144,8 +161,8 @@ def _compile(original: Callable) -> Callable:
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             self._compile_config.config["auto_scale_loss"] = False
-        if keep_outputs_in_float32(self):
-            symbolic.refresh(self)
+        if changed := keep_outputs_in_float32(self):
+            symbolic.refresh(self, changed)
         scale_optimizer(self)
         return result
 

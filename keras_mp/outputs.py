@@ -10,7 +10,7 @@ from keras_mp.parts import is_graph
 from keras_mp.policies import keep_output_in_float32
 
 
-def keep_outputs_in_float32(model: Any) -> bool:
+def keep_outputs_in_float32(model: Any) -> list[Any]:
     """Turns the output layers of a Functional or Sequential model to float32.
 
     Only layers for which a policy of ours has decided: what the user said explicitly
@@ -18,9 +18,9 @@ def keep_outputs_in_float32(model: Any) -> bool:
     whatever their `call` returns.
 
     Returns:
-        Whether any layer has changed.
+        The layers that have changed.
     """
-    return any([keep_output_in_float32(layer) for layer in _output_layers(model)])
+    return [layer for layer in _output_layers(model) if keep_output_in_float32(layer)]
 
 
 def _output_layers(model: Any) -> Iterator[Any]:
@@ -28,10 +28,10 @@ def _output_layers(model: Any) -> Iterator[Any]:
         yield from _leaves(model.layers[-1])
     elif isinstance(model, Functional):
         for tensor in model.outputs:
-            yield from _producers(tensor)
+            yield from producers(tensor)
 
 
-def _producers(tensor: Any) -> Iterator[Any]:
+def producers(tensor: Any) -> Iterator[Any]:
     """The layers whose values a tensor is made of, seen through plain operations."""
     operation = tensor._keras_history.operation
     if isinstance(operation, keras.layers.Layer):
@@ -39,7 +39,7 @@ def _producers(tensor: Any) -> Iterator[Any]:
         return
     node = operation._inbound_nodes[tensor._keras_history.node_index]
     for argument in node.input_tensors:
-        yield from _producers(argument)
+        yield from producers(argument)
 
 
 def _leaves(layer: Any) -> Iterator[Any]:

@@ -58,11 +58,27 @@ def activation_of(layer: Any) -> str:
     return getattr(activation, "__name__", "").removesuffix("_v2")
 
 
-def note_input_shape(layer: Any, args: tuple) -> None:
-    """Remembers the shape of a layer's first input, for the rules that ask for it."""
-    shape = getattr(args[0], "shape", None) if args else None
-    if shape is not None:
-        vars(layer)["_keras_mp_input_shape"] = tuple(shape)
+def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Remembers what a layer was first called with, for those who ask below."""
+    first = _symbolic(args[0]) if args else None
+    if isinstance(first, keras.KerasTensor):
+        vars(layer)["_keras_mp_input_shape"] = first.shape
+    if isinstance(layer, keras.Model) and not is_graph(layer):
+        call = keras.tree.map_structure(_symbolic, (args, kwargs))
+        vars(layer)["_keras_mp_called_with"] = call
+
+
+def called_with(model: Any) -> tuple[tuple, dict[str, Any]] | None:
+    """What a subclassed model was first called with, its arrays as symbolic tensors."""
+    return vars(model).get("_keras_mp_called_with")
+
+
+def _symbolic(argument: Any) -> Any:
+    try:
+        dtype = keras.backend.standardize_dtype(argument.dtype)
+        return keras.KerasTensor(tuple(argument.shape), dtype)
+    except (AttributeError, TypeError, ValueError):
+        return argument  # No array, or a tensor of unknown rank.
 
 
 def input_shape(layer: Any) -> tuple[int | None, ...]:

@@ -2,8 +2,11 @@
 
 import html
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+_SHORT = 10  # Texts up to here stay in one line.
 
 
 class Table:
@@ -36,21 +39,31 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=self.title or None)
+        table = RichTable(
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
         for index, column in enumerate(self.columns):
             right = bool(self.rows) and all(
                 isinstance(row[index], (int, float)) for row in self.rows
             )
+            cells = [str(row[index]) for row in self.rows]
             table.add_column(
-                Text(column), justify="right" if right else "left", overflow="fold"
+                Text(column),
+                justify="right" if right else "left",
+                overflow="fold",
+                no_wrap=all(len(x) <= _SHORT for x in "\n".join(cells).split("\n")),
             )
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         out = io.StringIO()
         console = Console(file=out, width=width, color_system=None)
+        if self.title:
+            console.print(Text(self.title), "", sep="\n")
         console.print(table)
-        for note in self.notes:
-            console.print(Text(note))
+        for note in ("", *self.notes) if self.notes else ():
+            # The lines of an item of a list stand under its first.
+            indent = "  " if note.startswith("- ") else ""
+            console.print(Text(textwrap.fill(note, width, subsequent_indent=indent)))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def html(self) -> str:

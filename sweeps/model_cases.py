@@ -74,7 +74,9 @@ def _application(name: str, dtype: Any) -> Any:
 def _cloned(model: Any, dtype: Any) -> Any:
     def clone(layer: Any) -> Any:
         config = layer.get_config()
-        if not isinstance(layer, keras.layers.InputLayer):
+        # Operations, `ops.add` in ConvNeXt, stand in a graph like layers.
+        is_layer = isinstance(layer, keras.layers.Layer)
+        if is_layer and not isinstance(layer, keras.layers.InputLayer):
             config["dtype"] = dtype
         return type(layer).from_config(config)
 

@@ -14,7 +14,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import keras
 import pytest
+
+import keras_mp
 
 COMMAND = Path(__file__).parents[1] / "keras_mp_cli.py"
 ROOT = COMMAND.parent
@@ -26,8 +29,17 @@ FAKES = {
         if os.environ.get("KERAS_BACKEND") == "broken":
             raise ImportError("no such backend")
         import keras.src.core
-        from keras import layers
+        from keras import layers, models
         print("keras on", os.environ.get("KERAS_BACKEND"))
+    """,
+    "keras/models.py": """
+        def load_model(path, compile=True):
+            with open(path) as file:
+                text = file.read()
+            if compile or "damaged" in text:
+                for line in text.splitlines():
+                    raise ValueError(line + "\\nin its config\\n\\nand more")
+            return "the model"
     """,
     "keras/layers.py": "",
     "keras/src/__init__.py": "",
@@ -42,6 +54,8 @@ FAKES = {
             print("policy", name)
         def global_policy():
             return SimpleNamespace(name=policy)
+        def inspect(model):
+            return f"inspected: {model}"
     """,
     "keras_mp/optimizer_log.py": """
         entries = None
@@ -491,10 +505,63 @@ def test_demo_refuses_bad_values_before_it_starts(work, args):
 
 
 # --------------------------------------------------------------------------------
+# inspect
+
+
+def test_inspect_prints_the_inspection_of_the_file_on_the_backend_asked_for(work):
+    install(work, "jax", "torch")
+    write(work.folder, {"model.keras": ""})
+    result = work.command("inspect", "model.keras", "--backend", "torch")
+    assert result.stdout == "keras on torch\ninspected: the model\n"
+    assert (result.stderr, result.returncode) == ("", 0)
+
+
+def test_inspect_takes_the_first_backend_that_is_installed(work):
+    install(work, "torch", "tensorflow")
+    write(work.folder, {"model.keras": ""})
+    result = work.command("inspect", "model.keras")
+    assert result.stdout.startswith("keras on tensorflow\n")
+
+
+def test_inspect_goes_on_without_what_the_model_was_compiled_with(work):
+    install(work, "jax")
+    write(work.folder, {"model.keras": "no such loss"})
+    result = work.command("inspect", "model.keras")
+    assert result.stdout == "keras on jax\ninspected: the model\n"
+    assert result.stderr == (
+        "keras-mp: opened without what it was compiled with: "
+        "no such loss in its config\n"
+    )
+    assert result.returncode == 0
+
+
+def test_inspect_of_a_file_that_cannot_be_opened_is_one_line_and_status_2(work):
+    install(work, "jax")
+    write(work.folder, {"model.keras": "damaged"})
+    result = work.command("inspect", "model.keras")
+    assert result.stderr == (
+        "keras-mp: error: cannot open the model 'model.keras': damaged in its config\n"
+    )
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize("path", ["missing.keras", "fakes", ""])
+def test_inspect_without_a_file_is_one_line_and_status_2(work, path):
+    install(work, "jax")
+    result = work.command("inspect", path)
+    assert result.stderr == (
+        f"keras-mp: error: cannot read the model {path!r}: there is no such file\n"
+    )
+    assert (result.stdout, result.returncode) == ("", 2)
+
+
+# --------------------------------------------------------------------------------
 # the command itself
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], *([name, "--help"] for name in ("run", "demo", "inspect"))]
+)
 def test_help_is_there_and_loads_nothing(work, args):
     result = work.command(*args)
     assert "usage: keras-mp" in result.stdout
@@ -602,3 +669,43 @@ def test_real_tensorflow_imports_keras_lazily_and_the_policy_is_set(tmp_path):
         KERAS_BACKEND="tensorflow",
     )
     assert result.stdout.endswith("mixed_float16\n"), result.stderr
+
+
+@keras.saving.register_keras_serializable(package="tests_cli")
+class OfMyOwn(keras.layers.Layer):
+    def call(self, x):
+        return x + 1
+
+
+def test_real_model_is_inspected_as_the_function_does_it(tmp_path):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(3)]
+        )
+    model.compile("adam", "mse")
+    model.save(tmp_path / "model.keras")
+    reopened = keras.models.load_model(tmp_path / "model.keras")
+    result = real("inspect", "model.keras", home=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{keras_mp.inspect(reopened)}\n"
+    assert "float16" in result.stdout
+
+
+def test_real_model_with_a_class_of_its_own_is_one_line_and_status_2(tmp_path):
+    model = keras.Sequential([keras.Input((5,)), OfMyOwn()])
+    model.save(tmp_path / "model.keras")
+    result = real("inspect", "model.keras", home=tmp_path)
+    (line,) = [x for x in result.stderr.splitlines() if x.startswith("keras-mp: ")]
+    assert line.startswith("keras-mp: error: cannot open the model 'model.keras': ")
+    assert "OfMyOwn" in line
+    assert "Traceback" not in result.stderr
+    assert (result.stdout, result.returncode) == ("", 2)
+
+
+@pytest.mark.parametrize("text", ["", "not a model"])
+def test_real_file_that_is_damaged_is_one_line_and_status_2(tmp_path, text):
+    write(tmp_path, {"model.keras": text})
+    result = real("inspect", "model.keras", home=tmp_path)
+    assert "keras-mp: error: cannot open the model 'model.keras': " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert (result.stdout, result.returncode) == ("", 2)

@@ -48,7 +48,7 @@ LAYERS = [
         "skip_watch",
     ],
     # models that exist already
-    ["conversion", "model_inputs", "outputs", "scaling", "symbolic"],
+    ["conversion", "model_files", "model_inputs", "outputs", "scaling", "symbolic"],
     # the seams: where it meets Keras
     ["integration"],
     # what a user calls

@@ -30,7 +30,8 @@ def one_step_under_the_distribution(names):
         keras.distribution.set_distribution(None)
 
 
-def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch):
+def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # It saves a model.
     if BACKEND == "tensorflow":
         import tensorflow as tf
         from engine_tensorflow import mirrored
@@ -51,6 +52,10 @@ def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch):
             exec(code, names)
         if keras.distribution.distribution() is not None:
             one_step_under_the_distribution(names)
+    assert [row.compute_dtype for row in names["inspection"].layers] == [
+        "float16",
+        "float32",
+    ]
     hidden, softmax = names["model"].layers
     assert (hidden.compute_dtype, softmax.compute_dtype) == ("float16", "float32")
     assert dtype(names["norm"](np.ones((2, 3), "float32"))) == "float32"

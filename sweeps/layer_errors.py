@@ -1,0 +1,157 @@
+"""What half precision does to one layer, next to the same layer in float32.
+
+The tolerance of a result is 6 sqrt(n) (u m + s), m being the largest magnitude of the
+float32 result: u is the dtype's unit roundoff, s its smallest number, n the number of
+roundings in a row that the result can hold. Rounding errors are nearly independent, so
+n of them in a row add up to about sqrt(n) u and, but for one result in 10^7, to no more
+than 6 sqrt(n) u (Higham and Mary, A new approach to probabilistic rounding error
+analysis, 2019, Theorem 2.4: beyond lambda sqrt(n) u with a probability of at most
+2 exp(-lambda^2 / 2)).
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from sweeps.gradients import called
+from sweeps.layer_cases import Case
+
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
+LAMBDA = 6.0
+STATUSES = ("ok", "error", "not finite", "raises")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one run.
+
+    Attributes:
+        status: "ok", "error" (beyond tolerance), "not finite" (where float32 is) or
+            "raises".
+        output: the largest error of an output, relative to its largest magnitude in
+            float32; None where there is none.
+        gradient: the same of the gradients.
+        where: the output or the gradient that is worst, unless the status is "ok".
+        message: the exception, or how much is not finite.
+    """
+
+    status: str
+    output: float | None = None
+    gradient: float | None = None
+    where: str = ""
+    message: str = ""
+
+
+def tolerance(dtype: str, terms: int, size: float) -> float:
+    """The largest error that rounding explains, of results as large as `size`."""
+    return LAMBDA * math.sqrt(terms) * (UNIT_ROUNDOFF[dtype] * size + SMALLEST[dtype])
+
+
+def built(case: Case, policy: Any, like: Any = None) -> Any:
+    """The case's layer under a policy, called once, with the state of another one."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(0)
+    try:
+        layer = case.layer()
+        if case.adapt is not None:
+            layer.adapt(case.adapt())
+        _call_once(layer, case)
+    finally:
+        keras.config.set_dtype_policy(before)
+    if like is not None:
+        for variable, value in zip(layer.variables, like.variables, strict=True):
+            # Copied: on torch NumPy's array is the variable's own memory.
+            variable.assign(np.array(keras.ops.convert_to_numpy(value)))
+    return layer
+
+
+def _call_once(layer: Any, case: Case) -> None:
+    args = case.inputs()
+    if keras.backend.backend() == "jax" and not _has_text(args):
+        # Traced, not run: JAX would compile each operation by itself.
+        args = tree.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), args)
+    layer(*args, **case.options())
+
+
+def _has_text(args: Any) -> bool:
+    return any(x.dtype.kind not in "fiub" for x in tree.flatten(args))
+
+
+def outcome(case: Case, dtype: str, layer: Any, expected: Any, mode: str) -> Outcome:
+    """Runs a layer, and compares it with what it gives in float32.
+
+    Args:
+        case: what the layer is called with.
+        dtype: the half dtype, which the tolerance is for.
+        layer: the layer under a half policy, built.
+        expected: what `run` gave for it in float32.
+        mode: one of `gradients.MODES`.
+    """
+    try:
+        actual = run(case, layer, mode)
+    except Exception as error:  # Whatever it is, the table says so.
+        return Outcome("raises", message=first_line(error))
+    return compared(case, dtype, expected, actual)
+
+
+def run(case: Case, layer: Any, mode: str) -> Any:
+    return called(layer, case.inputs(), dict(case.options()), mode, case.gradient)
+
+
+def first_line(error: Exception) -> str:
+    """The type and the first line that says something of an exception."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith("Exception encountered")]
+    return f"{type(error).__name__}: {(said or lines or [''])[0]}"[:160]
+
+
+def compared(case: Case, dtype: str, expected: Any, actual: Any) -> Outcome:
+    """Compares outputs and gradients with those in float32."""
+    worst: dict[str, Any] = {"status": "ok"}
+    largest: list[float | None] = [None, None]
+    for kind in (0, 1):
+        for name, reference in expected[kind].items():
+            if name not in actual[kind]:
+                status, error, message = "error", None, "there is none"
+            else:
+                status, error, message = _difference(
+                    case, dtype, reference, actual[kind][name]
+                )
+            if error is not None:
+                largest[kind] = max(error, largest[kind] or 0.0)
+            if STATUSES.index(status) > STATUSES.index(worst["status"]):
+                worst = {"status": status, "where": name, "message": message}
+    return Outcome(output=largest[0], gradient=largest[1], **worst)
+
+
+def _difference(
+    case: Case, dtype: str, expected: np.ndarray, actual: np.ndarray
+) -> tuple[str, float | None, str]:
+    """Status, error relative to the largest magnitude in float32, message."""
+    if expected.shape != actual.shape:
+        return "error", None, f"shape {actual.shape}, not {expected.shape}"
+    if expected.dtype.kind != "f":
+        wrong = float(np.mean(expected != actual))
+        return ("error", wrong, f"{wrong:.0%} differ") if wrong else ("ok", 0.0, "")
+    defined = np.isfinite(expected)
+    lost = defined & ~np.isfinite(actual)
+    if lost.any():
+        return "not finite", None, f"{lost.sum() / defined.sum():.0%} of it"
+    expected, actual = expected[defined], actual[defined]
+    size = float(np.abs(expected).max(initial=0.0))
+    limit = tolerance(dtype, case.terms, size)
+    if case.draws:
+        # Other numbers are drawn in another dtype: the means are to agree, within six
+        # standard errors of the difference of two.
+        limit += LAMBDA * float(np.std(expected)) * math.sqrt(2 / case.draws)
+        expected, actual = np.mean(expected), np.mean(actual)
+    error = float(np.abs(actual - expected).max(initial=0.0))
+    return ("ok" if error <= limit else "error"), error / (size or 1.0), ""

@@ -1,0 +1,133 @@
+"""`python -m sweeps.layers`: every layer in half precision, under stock Keras and ours.
+
+Each case (`layer_cases`) runs in float32 and then under Keras' own mixed policies and
+keras_mp's: forward and gradients eagerly and compiled, and two steps of `fit`. Results
+go to layers.json, one section a backend, and from there into README.md.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+BACKENDS = ("jax", "tensorflow", "torch")
+DTYPES = ("float16", "bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m sweeps.layers")
+    parser.add_argument("--backend", choices=BACKENDS, help="all three unless given")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--modes", nargs="+", help="eager, jit, graph, xla, fit")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "layers.json")
+    arguments = parser.parse_args()
+    if arguments.backend and os.environ.get("KERAS_BACKEND") == arguments.backend:
+        sweep(arguments)
+        return
+    for backend in [arguments.backend] if arguments.backend else BACKENDS:
+        # Keras reads KERAS_BACKEND once, when it is imported: a process for each.
+        command = [sys.executable, "-m", "sweeps.layers", *sys.argv[1:]]
+        command += [] if arguments.backend else ["--backend", backend]
+        subprocess.run(
+            command, env={**os.environ, "KERAS_BACKEND": backend}, check=True
+        )
+
+
+def sweep(arguments: Any) -> None:
+    """Measures the backend that runs, and stores each case as it is done."""
+    import keras
+
+    import keras_mp
+    from sweeps.gradients import MODES
+    from sweeps.layer_cases import cases
+
+    # Of ours, that a scale has come down; and what Keras says of hard inputs.
+    warnings.simplefilter("ignore")
+    backend = keras.backend.backend()
+    ours = {"float16": keras_mp.MixedFloat16(), "bfloat16": keras_mp.MixedBFloat16()}
+    modes = arguments.modes or (*MODES, "fit")
+    for case in cases(backend):
+        if arguments.only in case.name:
+            print(backend, case.name, flush=True)
+            measured = _measured(case, ours, modes)
+            _store(arguments.out, {backend: {"cases": {case.name: measured}}})
+    versions = {n: importlib.metadata.version(n) for n in ("keras", backend)}
+    _store(arguments.out, {backend: {"versions": versions}})
+
+
+def _measured(case: Any, ours: dict[str, Any], modes: Any) -> dict[str, Any]:
+    import keras_mp
+    from sweeps.gradients import MODES
+    from sweeps.layer_errors import built, run
+    from sweeps.layer_fit import fit, fits
+
+    twin = built(case, "float32")
+    expected = {}
+    for mode in set(MODES) & set(modes):
+        try:
+            expected[mode] = run(case, twin, mode)
+        except Exception:  # As text under XLA: then there is nothing to compare.
+            continue
+    fitted = "fit" in modes and fits(case) and fit(case, "float32").status == "ok"
+    results: dict[str, Any] = {}
+    for dtype in DTYPES:
+        results[dtype] = {}
+        for name, policy in (("stock", f"mixed_{dtype}"), ("ours", ours[dtype])):
+            if name == "stock":
+                keras_mp.integration.uninstall()
+            try:
+                by_mode = _by_mode(case, dtype, policy, twin, expected)
+                if fitted:
+                    by_mode["fit"] = fit(case, policy)
+            finally:
+                keras_mp.integration.install()
+            results[dtype][name] = {m: _plain(o) for m, o in by_mode.items()}
+    return results
+
+
+def _by_mode(
+    case: Any, dtype: str, policy: Any, twin: Any, expected: dict[str, Any]
+) -> dict[str, Any]:
+    from sweeps.layer_errors import Outcome, built, first_line, outcome
+
+    try:
+        layer = built(case, policy, twin)
+    except Exception as error:  # Already in its first call.
+        failed = Outcome("raises", message=first_line(error))
+        return dict.fromkeys(expected, failed)
+    return {m: outcome(case, dtype, layer, x, m) for m, x in expected.items()}
+
+
+def _plain(outcome: Any) -> dict[str, Any]:
+    """What there is to say of an outcome, errors with two digits."""
+    return {
+        key: float(f"{value:.2g}") if isinstance(value, float) else value
+        for key, value in dataclasses.asdict(outcome).items()
+        if value not in (None, "")
+    }
+
+
+def _store(path: pathlib.Path, news: dict[str, Any]) -> None:
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    _update(everything, news)
+    path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+
+
+def _update(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        # An outcome is replaced as a whole.
+        if isinstance(value, dict) and "status" not in value:
+            _update(old.setdefault(key, {}), value)
+        else:
+            old[key] = value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,734 @@
+"""`inspect`: what is shown of every layer, and what is warned of, where it is true."""
+
+import json
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, same_bits, values
+
+import keras_mp
+
+layers, ops = keras.layers, keras.ops
+
+
+def graph(*stack, shape=(16,), dtype="float32", policy="mixed_float16"):
+    """A Sequential model of what `stack` makes under a policy."""
+    with keras_mp.policy_scope(policy):
+        made = [make() for make in stack]
+        return keras.Sequential([keras.Input(shape, dtype=dtype), *made], name="model")
+
+
+def stock(*stack, **kwargs):
+    """As `graph`, under Keras' own mixed_float16, which keeps nothing in float32."""
+    return graph(*stack, policy=keras.DTypePolicy("mixed_float16"), **kwargs)
+
+
+def rows(model):
+    return {row.path.split("/")[-1]: row for row in keras_mp.inspect(model).layers}
+
+
+def told(model, word):
+    """The warnings in which a word stands."""
+    return [w for w in keras_mp.inspect(model).warnings if word in str(w)]
+
+
+# What is shown --------------------------------------------------------------------
+
+
+def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided():
+    model = graph(
+        lambda: layers.Dense(8, name="hidden"),
+        lambda: layers.Dense(8, dtype="float32", name="mine"),
+        lambda: layers.Dense(8, activation="softmax", name="probabilities"),
+    )
+    shown = rows(model)
+    assert list(shown) == ["hidden", "mine", "probabilities"]
+    told = {
+        name: (row.class_name, row.compute_dtype, row.variable_dtype, row.output_dtype)
+        for name, row in shown.items()
+    }
+    assert told == {
+        "hidden": ("Dense", "float16", "float32", "float16"),
+        "mine": ("Dense", "float32", "float32", "float32"),
+        "probabilities": ("Dense", "float32", "float32", "float32"),
+    }
+    decided = [row.decided_by for row in shown.values()]
+    assert decided == ["policy", "its own dtype", "softmax"]
+
+
+def test_a_layer_that_was_never_called_is_undecided_and_its_weights_are_not_known():
+    model = keras.Sequential([layers.Dense(8, dtype=keras_mp.MixedFloat16())])
+    (row,) = keras_mp.inspect(model).layers
+    assert row.decided_by == "its first call will"
+    assert (row.weight_bytes, row.output_bytes, row.output_dtype) == (None,) * 3
+    assert "?" in str(keras_mp.inspect(model))
+
+
+def test_layers_under_the_global_policy_of_keras_are_said_to_be():
+    row = rows(keras.Sequential([keras.Input((4,)), layers.Dense(2, name="d")]))["d"]
+    assert (row.compute_dtype, row.decided_by) == ("float32", "global policy")
+
+
+def test_a_quantized_layer_is_said_to_be():
+    model = graph(lambda: layers.Dense(8, name="d"), policy="float32")
+    model.layers[0].quantize("int8")
+    row = rows(model)["d"]
+    assert row.decided_by == "quantized"
+    # 16 x 8 integers, 8 biases and 8 scales.
+    assert row.weight_bytes == 16 * 8 + 4 * (8 + 8)
+
+
+def test_the_parts_of_layers_and_the_layers_of_nested_models_are_shown_below_them():
+    with keras_mp.policy_scope("mixed_float16"):
+        inner = keras.Sequential(
+            [keras.Input((6, 16)), layers.Bidirectional(layers.LSTM(8), name="b")],
+            name="inner",
+        )
+        model = keras.Sequential([keras.Input((6, 16)), inner, layers.Dense(2)])
+    paths = [row.path for row in keras_mp.inspect(model).layers]
+    assert paths[:3] == ["inner", "inner/b", "inner/b/forward_lstm"]
+    nested = rows(model)["inner"]
+    assert (nested.compute_dtype, nested.decided_by) == (None, "its layers")
+    assert nested.output_bytes is None  # Counted where it is made.
+    assert rows(model)["b"].output_bytes == 16 * 2
+
+
+def test_the_parts_of_an_attention_have_its_policy():
+    with keras_mp.policy_scope("mixed_float16"):
+        x = keras.Input((6, 16))
+        model = keras.Model(x, layers.MultiHeadAttention(2, 8, name="a")(x, x))
+    shown = rows(model)
+    assert shown["a"].decided_by == "policy"
+    assert shown["query"].decided_by == "its parent"
+
+
+def test_weights_and_outputs_are_counted_in_float32_and_as_they_are():
+    model = graph(lambda: layers.Dense(8, name="d"), lambda: layers.Reshape((2, 4)))
+    row = rows(model)["d"]
+    weights = 16 * 8 + 8
+    assert row.weight_bytes == row.weight_bytes_float32 == 4 * weights
+    assert row.half_copy_bytes == 2 * weights
+    assert (row.output_bytes_float32, row.output_bytes) == (4 * 8, 2 * 8)
+    assert keras_mp.inspect(model).totals["output_bytes"] == 2 * 8 + 2 * 8
+
+
+def test_weights_in_float16_are_counted_as_they_are_and_have_no_copies():
+    row = rows(graph(lambda: layers.Dense(8, name="d"), policy="float16"))["d"]
+    weights = 16 * 8 + 8
+    assert row.weight_bytes_float32 == 4 * weights
+    assert (row.weight_bytes, row.half_copy_bytes) == (2 * weights, 0)
+
+
+def test_statistics_of_a_normalization_have_no_half_precision_copies():
+    row = rows(graph(lambda: layers.BatchNormalization(name="n")))["n"]
+    assert row.compute_dtype == "float16"
+    assert row.half_copy_bytes == 0
+
+
+def test_integers_are_as_large_as_they_are_under_every_policy():
+    x = keras.Input((4,))
+    model = keras.Model(x, layers.CategoryEncoding(4, name="c")(x))
+    row = rows(model)["c"]
+    assert row.output_bytes == row.output_bytes_float32
+    model = graph(lambda: layers.Flatten(name="f"), shape=(3, 2), dtype="int32")
+    assert rows(model)["f"].output_bytes == 6 * 4
+
+
+def test_a_size_that_the_graph_does_not_know_is_not_guessed():
+    model = graph(lambda: layers.Conv1D(8, 3, name="c"), shape=(None, 8))
+    row = rows(model)["c"]
+    assert row.output_dtype == "float16"
+    assert (row.output_bytes, row.output_bytes_float32) == (None, None)
+
+
+def test_a_layer_called_twice_is_shown_once_with_both_outputs():
+    with keras_mp.policy_scope("mixed_float16"):
+        x = keras.Input((16,))
+        dense = layers.Dense(16, name="d")
+        model = keras.Model(x, dense(dense(x)))
+    assert [row.path for row in keras_mp.inspect(model).layers] == ["d"]
+    assert rows(model)["d"].output_bytes == 2 * 16 * 2
+
+
+def test_what_a_subclassed_model_returns_is_not_known_without_a_run():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__(name="net", dtype=None)
+            self.dense = layers.Dense(8, name="d")
+
+        def call(self, x):
+            return self.dense(x)
+
+    keras_mp.set_global_policy("mixed_float16")
+    model = Net()
+    model(np.ones((2, 16), "float32"))
+    shown = rows(model)
+    assert list(shown) == ["net", "d"]
+    assert shown["d"].compute_dtype == "float16"
+    assert shown["d"].output_dtype is None and shown["d"].output_bytes is None
+    assert shown["d"].weight_bytes == 4 * (16 * 8 + 8)
+
+
+def test_after_a_conversion_the_new_dtypes_are_shown():
+    model = graph(lambda: layers.Dense(8, name="a"), lambda: layers.Dense(8))
+    keras_mp.convert(model, "mixed_bfloat16")
+    row = rows(model)["a"]
+    assert (row.compute_dtype, row.output_dtype) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("model", [3, None, "model", keras.layers.Dense])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="`model` must be .*Received: model="):
+        keras_mp.inspect(model)
+
+
+# How it is shown ------------------------------------------------------------------
+
+
+def test_the_table_fits_80_columns_and_shows_every_path_and_class():
+    model = graph(
+        lambda: layers.Dense(16, name="a_layer_with_quite_a_long_name_of_its_own"),
+        lambda: layers.Dense(16, activation="squareplus", name="b"),
+        lambda: layers.UnitNormalization(name="c"),
+    )
+    text = str(keras_mp.inspect(model))
+    assert max(map(len, text.splitlines())) <= 80
+    first_column = "".join(re.split("  +", line)[0] for line in text.splitlines())
+    assert "model/a_layer_with_quite_a_long_name_of_its_own" in first_column
+    assert "UnitNormalization" in text
+    assert repr(keras_mp.inspect(model)) == text
+
+
+def test_a_notebook_gets_a_table_with_all_columns():
+    page = keras_mp.inspect(graph(lambda: layers.Dense(8, name="<d>")))._repr_html_()
+    for text in ("&lt;d&gt;", "Dense", "float16", "float32", "policy", "half copies"):
+        assert text in page
+    assert "<d>" not in page
+
+
+def test_the_dict_is_json_and_holds_everything():
+    model = stock(lambda: layers.Dense(8, name="d"))
+    inspection = keras_mp.inspect(model)
+    data = inspection.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["layers"][0]["path"] == "model/d"
+    assert data["layers"][0]["half_copy_bytes"] == 2 * (16 * 8 + 8)
+    assert data["totals"] == inspection.totals
+    assert data["warnings"][0]["paths"] == ["model/d"]
+    assert set(data["warnings"][0]) == {"paths", "sentence", "remedy"}
+
+
+def test_inspecting_changes_nothing():
+    model = graph(
+        lambda: layers.Dense(8), lambda: layers.Dense(8), lambda: layers.Dense(1)
+    )
+    model.compile("adam", "mse")
+    before = values(model.variables)
+    nodes = [len(layer._inbound_nodes) for layer in model._flatten_layers()]
+    names = [sorted(vars(layer)) for layer in model._flatten_layers()]
+    policies = [layer.dtype_policy for layer in model._flatten_layers()]
+    config = json.dumps(model.get_config(), default=str)
+    str(keras_mp.inspect(model))
+    assert same_bits(values(model.variables), before)
+    assert [len(lay._inbound_nodes) for lay in model._flatten_layers()] == nodes
+    assert [sorted(vars(layer)) for layer in model._flatten_layers()] == names
+    after = [layer.dtype_policy for layer in model._flatten_layers()]
+    assert all(a is b for a, b in zip(after, policies, strict=True))
+    assert json.dumps(model.get_config(), default=str) == config
+
+
+def test_a_model_that_is_not_built_stays_so():
+    model = keras.Sequential([layers.Dense(8)])
+    keras_mp.inspect(model)
+    assert not model.built and not model.layers[0].built
+
+
+def test_importing_the_package_draws_no_table():
+    """rich comes with Keras; what matters is that the file of tables is not asked."""
+    code = "import keras_mp, sys; print('rich.table' in sys.modules)"
+    plain = "import keras, sys; print('rich.table' in sys.modules)"
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", c], capture_output=True, text=True, check=True
+        ).stdout.split()[-1]
+        for c in (code, plain)
+    ]
+    assert outputs[0] == outputs[1]
+
+
+# An output in half precision ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_output_in_half_precision_is_told_with_its_layer(dtype):
+    policy = keras.DTypePolicy(f"mixed_{dtype}")
+    model = graph(lambda: layers.Dense(8, name="head"), policy=policy)
+    (warning,) = told(model, "output of the model")
+    assert warning.paths == ("model/head",)
+    assert dtype in warning.sentence and 'dtype="float32"' in warning.remedy
+
+
+def test_an_output_that_compile_will_mend_is_told_so_and_is_mended():
+    model = graph(lambda: layers.Dense(8))
+    (warning,) = told(model, "output of the model")
+    assert "`compile`" in warning.remedy
+    model.compile("adam", "mse")
+    assert not told(model, "output of the model")
+
+
+def test_behind_an_operation_the_layer_that_makes_its_values_is_told():
+    with keras_mp.policy_scope("mixed_float16"):
+        x = keras.Input((8,))
+        model = keras.Model(x, ops.tanh(layers.Dense(8, name="d")(x)))
+    (warning,) = told(model, "output of the model")
+    assert warning.paths == ("d",)
+
+
+def test_an_operation_that_makes_an_output_float16_itself_is_told_by_its_name():
+    x = keras.Input((8,))
+    model = keras.Model(x, ops.cast(layers.Dense(8)(x), "float16"))
+    (warning,) = told(model, "output of the model")
+    assert warning.paths == (model.outputs[0]._keras_history.operation.name,)
+    assert warning.remedy == 'Cast it to "float32".'
+
+
+def test_in_a_nested_model_the_layer_of_the_users_own_dtype_is_told():
+    half = layers.Dense(8, dtype="mixed_float16", name="half")
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.Sequential([keras.Input((8,)), half])]
+    )
+    (warning,) = told(model, "output of the model")
+    assert warning.paths[0].endswith("half")
+    assert warning.remedy == 'Give the layer dtype="float32".'
+
+
+# An optimizer that does not scale --------------------------------------------------
+
+
+def test_a_float16_model_whose_optimizer_does_not_scale_is_told():
+    model = graph(lambda: layers.Dense(8), lambda: layers.Dense(1, dtype="float32"))
+    model.compile("adam", "mse", auto_scale_loss=False)
+    (warning,) = told(model, "scale the loss")
+    assert warning.paths == ("model",) and "Adam" in warning.sentence
+    assert "keras_mp.LossScaleOptimizer" in warning.remedy
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer"),
+    [
+        ("mixed_float16", lambda: "adam"),  # `compile` wraps it.
+        (
+            "mixed_float16",
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        ),
+        ("mixed_float16", lambda: keras.optimizers.SGD(loss_scale_factor=128.0)),
+        ("mixed_bfloat16", lambda: "adam"),
+        ("float32", lambda: "adam"),
+    ],
+)
+def test_an_optimizer_that_scales_or_need_not_is_not_told(policy, optimizer):
+    model = graph(lambda: layers.Dense(8), lambda: layers.Dense(1), policy=policy)
+    model.compile(optimizer(), "mse")
+    assert not told(model, "scale the loss")
+
+
+# Casts by hand --------------------------------------------------------------------
+
+
+class CastsToFloat16(layers.Layer):
+    def call(self, x):
+        return ops.cast(x, "float16") * 2
+
+
+class CastsByKeyword(layers.Layer):
+    def call(self, x):
+        return ops.cast(x, dtype="float16") * 2
+
+
+class CastsByMethod(layers.Layer):
+    def call(self, x):
+        return x.astype("float16")
+
+
+class CastsByHalf(layers.Layer):
+    def call(self, x):
+        return x.half()
+
+
+class CastsByTorchName(layers.Layer):
+    def call(self, x):
+        import torch
+
+        return x.to(torch.float16)
+
+
+class CastsToFloat32(layers.Layer):
+    def call(self, x):
+        return ops.sum(ops.cast(x, "float32"), -1)
+
+
+class CastsThereAndBack(layers.Layer):
+    def call(self, x):
+        return ops.cast(ops.exp(ops.cast(x, "float32")), self.compute_dtype)
+
+
+class CastsAsToldOrNotFloats(layers.Layer):
+    def call(self, x):
+        mask = ops.cast(ops.cast(x > 0, "bool"), "int32")
+        return ops.cast(mask, self.compute_dtype) * ops.cast(x, x.dtype)
+
+
+def alone(layer_class, dtype, *args):
+    """A layer that nobody has called, in a model."""
+    with keras_mp.policy_scope(keras.DTypePolicy(dtype)):
+        return keras.Sequential([layer_class(*args, name="layer")])
+
+
+@pytest.mark.parametrize(
+    "layer_class",
+    [CastsToFloat16, CastsByKeyword, CastsByMethod, CastsByHalf, CastsByTorchName],
+)
+def test_a_cast_to_float16_by_hand_is_told_where_the_layer_computes_in_another(
+    layer_class,
+):
+    (warning,) = told(alone(layer_class, "mixed_bfloat16"), "by hand")
+    assert warning.paths == ("layer",)
+    assert f"`{layer_class.__name__}.call` casts to float16" in warning.sentence
+    assert told(alone(layer_class, "float32"), "by hand")
+    assert not told(alone(layer_class, "mixed_float16"), "by hand")
+
+
+def test_a_cast_to_float32_by_hand_is_told_unless_it_is_undone():
+    assert told(alone(CastsToFloat32, "mixed_float16"), "casts to float32 by hand")
+    assert not told(alone(CastsToFloat32, "float32"), "by hand")
+    assert not told(alone(CastsThereAndBack, "mixed_float16"), "by hand")
+
+
+def test_casts_to_the_layers_own_dtype_and_to_integers_are_not_told():
+    assert not told(alone(CastsAsToldOrNotFloats, "mixed_bfloat16"), "by hand")
+
+
+def test_a_model_that_returns_float32_is_not_told():
+    class Net(keras.Model):
+        def call(self, x):
+            return ops.cast(x, "float32")
+
+    with keras_mp.policy_scope(keras.DTypePolicy("mixed_float16")):
+        assert not told(Net(), "by hand")
+
+
+def test_a_layer_without_a_source_is_not_told():
+    names = {"layers": layers, "ops": ops}
+    exec(
+        "class Typed(layers.Layer):\n"
+        "    def call(self, x):\n"
+        "        return ops.cast(x, 'float16')\n",
+        names,
+    )
+    assert not told(alone(names["Typed"], "mixed_bfloat16"), "by hand")
+
+
+# An epsilon that float16 cannot hold ----------------------------------------------
+
+
+class WithEpsilon(layers.Layer):
+    def __init__(self, epsilon, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
+    def call(self, x):
+        return x / (ops.mean(x) + self.epsilon)
+
+
+class WithEps(layers.Layer):
+    def __init__(self, eps, **kwargs):
+        super().__init__(**kwargs)
+        self.eps = eps
+
+    def call(self, x):
+        return x / (ops.mean(x) + self.eps)
+
+
+class WithEpsilonInFloat32(WithEpsilon):
+    def call(self, x):
+        x = ops.cast(x, "float32")
+        return ops.cast(x / (ops.mean(x) + self.epsilon), self.compute_dtype)
+
+
+@pytest.mark.parametrize("layer_class", [WithEpsilon, WithEps])
+@pytest.mark.parametrize(
+    ("epsilon", "what"), [(1e-8, "1e-08 is 0 in float16"), (1e-6, "smallest normal")]
+)
+def test_an_epsilon_that_float16_cannot_hold_is_told(layer_class, epsilon, what):
+    (warning,) = told(alone(layer_class, "mixed_float16", epsilon), "epsilon")
+    assert what in warning.sentence
+    assert "keras_mp.MixedFloat16(float32=['layer'])" in warning.remedy
+
+
+def test_an_epsilon_that_is_held_or_used_in_another_dtype_is_not_told():
+    assert not told(alone(WithEpsilon, "mixed_float16", 1e-3), "epsilon")
+    assert not told(alone(WithEpsilon, "mixed_bfloat16", 1e-8), "epsilon")
+    assert not told(alone(WithEpsilon, "float32", 1e-8), "epsilon")
+    assert not told(alone(WithEpsilonInFloat32, "mixed_float16", 1e-8), "epsilon")
+
+
+def test_the_normalizations_of_keras_compute_in_float32_and_are_not_told():
+    model = stock(
+        lambda: layers.BatchNormalization(epsilon=1e-8),
+        lambda: layers.LayerNormalization(epsilon=1e-8),
+        lambda: layers.GroupNormalization(4, epsilon=1e-8),
+        lambda: layers.RMSNormalization(epsilon=1e-8),
+        shape=(4, 16),
+    )
+    assert not told(model, "epsilon")
+
+
+def test_a_unit_normalization_in_float16_is_told_and_ours_is_in_float32():
+    assert told(stock(layers.UnitNormalization), "epsilon 1e-12 is 0 in float16")
+    assert not told(graph(layers.UnitNormalization), "epsilon")
+
+
+def test_an_optimizers_epsilon_is_told_only_where_weights_are_float16():
+    def compiled(policy):
+        model = graph(lambda: layers.Dense(8), policy=policy)
+        model.compile(keras.optimizers.Adam(epsilon=1e-8), "mse")
+        return model
+
+    (warning,) = told(compiled("float16"), "epsilon")
+    assert "Adam" in warning.sentence and warning.paths == ("model",)
+    assert not told(compiled("mixed_float16"), "epsilon")
+
+
+# Sums -----------------------------------------------------------------------------
+
+
+def masked_average(steps, make, mask=True):
+    return make(
+        lambda: layers.Embedding(8, 8, mask_zero=mask),
+        lambda: layers.GlobalAveragePooling1D(name="average"),
+        shape=(steps,),
+        dtype="int32",
+    )
+
+
+def test_an_average_under_a_mask_over_many_steps_is_told():
+    (warning,) = told(masked_average(5000, stock), "5000 elements")
+    assert warning.paths == ("average",)
+    assert "MixedFloat16(float32=['average'])" in warning.remedy
+
+
+def test_an_average_that_is_short_or_unmasked_or_in_float32_is_not_told():
+    assert not told(masked_average(2048, stock), "elements")
+    assert not told(masked_average(5000, stock, mask=False), "elements")
+    assert not told(masked_average(5000, graph), "elements")
+
+
+def test_a_sum_over_many_elements_is_told_and_a_mean_is_not():
+    def model(operation, size, dtype="mixed_float16"):
+        x = keras.Input((size,))
+        y = layers.Activation("linear", dtype=dtype)(x)
+        return keras.Model(x, operation(y, axis=-1))
+
+    (warning,) = told(model(ops.sum, 4096), "4096 elements")
+    assert "16 at most" in warning.sentence
+    assert not told(model(ops.sum, 2048), "elements")
+    assert not told(model(ops.mean, 4096), "elements")
+    assert not told(model(ops.sum, 4096, "mixed_bfloat16"), "elements")
+    assert not told(model(ops.sum, 4096, "float32"), "elements")
+
+
+def test_the_sum_of_an_activity_regularizer_is_told():
+    def dense(units):
+        return stock(lambda: layers.Dense(units, activity_regularizer="l2"))
+
+    assert told(dense(4096), "activity_regularizer sums 4096 elements")
+    assert not told(dense(8), "elements")
+
+
+def test_a_wide_average_pooling_is_told_on_tensorflow():
+    def pooled(window):
+        return stock(lambda: layers.AveragePooling1D(window), shape=(4096, 8))
+
+    assert bool(told(pooled(2304), "2304 values")) == (BACKEND == "tensorflow")
+    assert not told(pooled(16), "values")
+
+
+# Widths ---------------------------------------------------------------------------
+
+
+def test_widths_that_are_no_multiples_of_8_are_told_in_one_line():
+    model = graph(
+        lambda: layers.Dense(30, name="a"),
+        lambda: layers.Dense(32, name="b"),
+        lambda: layers.Dense(32, name="c"),
+    )
+    (warning,) = told(model, "multiples of 8")
+    assert warning.paths == ("model/a", "model/b")
+    assert "(30)" in warning.sentence
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "width"),
+    [
+        (lambda n: layers.Conv2D(n, 3), (8, 8, 8), 30),
+        (lambda n: layers.Conv2DTranspose(n, 3), (8, 8, 8), 30),
+        (lambda n: layers.SeparableConv2D(n, 3), (8, 8, 8), 30),
+        (lambda n: layers.EinsumDense("abc,cd->abd", (None, n)), (8, 8), 30),
+        (lambda n: layers.LSTM(n), (8, 8), 30),
+        (lambda n: layers.GRU(n), (8, 8), 30),
+    ],
+)
+def test_the_widths_of_all_kinds_of_products_are_told(make, shape, width):
+    assert told(graph(lambda: make(width), shape=shape), f"({width})")
+    assert not told(graph(lambda: make(32), shape=shape), "multiples of 8")
+
+
+def test_the_heads_of_an_attention_are_told():
+    def attention(size):
+        with keras_mp.policy_scope("mixed_float16"):
+            x = keras.Input((6, 16))
+            return keras.Model(x, layers.MultiHeadAttention(2, size, name="a")(x, x))
+
+    (warning,) = told(attention(12), "multiples of 8")
+    assert warning.paths == ("a",)  # Two heads of 12 are a product of 24.
+    assert not told(attention(8), "multiples of 8")
+
+
+def test_widths_in_float32_and_the_channels_of_an_image_are_not_told():
+    assert not told(graph(lambda: layers.Dense(30), policy="float32"), "multiples")
+    head = graph(lambda: layers.Dense(10, activation="softmax"))
+    assert not told(head, "multiples of 8")
+    image = graph(lambda: layers.Conv2D(8, 3), shape=(8, 8, 3))
+    assert not told(image, "multiples of 8")
+
+
+# Policies that files lose ---------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable(package="tests_inspection")
+class DropsItsDtype(layers.Layer):
+    def call(self, x):
+        return x + 1
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+@keras.saving.register_keras_serializable(package="tests_inspection")
+class TakesNoDtype(layers.Layer):
+    def __init__(self, name=None, trainable=True):
+        super().__init__(name=name, trainable=trainable)
+
+    def call(self, x):
+        return x + 1
+
+
+@keras.saving.register_keras_serializable(package="tests_inspection")
+class KeepsItsDtype(layers.Layer):
+    def call(self, x):
+        return x + 1
+
+
+@keras.saving.register_keras_serializable(package="tests_inspection")
+class MakesLayers(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@keras.saving.register_keras_serializable(package="tests_inspection")
+class MakesLayersOfItsOwnPolicy(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8, dtype=self.dtype_policy)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def reopened(model, tmp_path):
+    """What the layers compute in after saving and opening under float32."""
+    model.save(tmp_path / "model.keras")
+    with keras_mp.policy_scope("float32"):
+        again = keras.models.load_model(tmp_path / "model.keras")
+    return {layer.compute_dtype for layer in again._flatten_layers()}
+
+
+def called(make):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = make()
+        model(np.ones((2, 16), "float32"))
+    return model
+
+
+def sequential(*made):
+    return keras.Sequential([keras.Input((16,)), *made])
+
+
+def test_a_layer_whose_config_has_no_dtype_is_told_and_loses_its_policy(tmp_path):
+    model = called(lambda: sequential(DropsItsDtype(name="mine")))
+    (warning,) = told(model, "saved file")
+    assert warning.paths == ("mine",) or warning.paths[0].endswith("/mine")
+    assert "DropsItsDtype.get_config" in warning.sentence
+    assert reopened(model, tmp_path) == {"float32"}
+
+
+def test_a_layer_that_takes_no_dtype_is_told_and_its_file_cannot_be_opened(tmp_path):
+    model = called(lambda: sequential(TakesNoDtype()))
+    assert told(model, "TakesNoDtype.__init__` takes no dtype")
+    with pytest.raises(TypeError):
+        reopened(model, tmp_path)
+
+
+def test_layers_that_a_class_makes_are_told_and_lose_their_policy(tmp_path):
+    model = called(MakesLayers)
+    (warning,) = told(model, "saved file")
+    assert warning.paths == (model.name,)
+    assert "the layers that `MakesLayers` makes" in warning.sentence
+    assert "float32" in reopened(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sequential(layers.Dense(8), KeepsItsDtype()),
+        MakesLayersOfItsOwnPolicy,
+    ],
+)
+def test_policies_that_a_file_keeps_are_not_told(make, tmp_path):
+    model = called(make)
+    assert not told(model, "saved file")
+    assert "float16" in reopened(model, tmp_path)
+
+
+def test_a_float32_layer_has_no_policy_to_lose():
+    assert not told(sequential(DropsItsDtype(), TakesNoDtype()), "saved file")
+
+
+def test_a_layer_with_heads_of_keras_makes_layers_of_its_own_policy():
+    class Attention(layers.MultiHeadAttention):
+        def __init__(self, heads=2, **kwargs):
+            super().__init__(heads, 8, **kwargs)
+
+    with keras_mp.policy_scope("mixed_float16"):
+        x = keras.Input((6, 16))
+        model = keras.Model(x, Attention()(x, x))
+    assert not told(model, "saved file")
+
+
+def test_a_clean_model_is_told_nothing():
+    model = graph(
+        lambda: layers.Dense(64, activation="relu"),
+        lambda: layers.BatchNormalization(),
+        lambda: layers.Dense(10, activation="softmax"),
+    )
+    model.compile("adam", "sparse_categorical_crossentropy")
+    assert keras_mp.inspect(model).warnings == ()
+    assert "Look at" not in str(keras_mp.inspect(model))

@@ -1,0 +1,137 @@
+"""Models that store one policy for all their layers, as KerasHub's do."""
+
+import json
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+import keras_mp
+
+layers = keras.layers
+X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Backbone(keras.Model):
+    """A Functional model that is created again from arguments of its own."""
+
+    def __init__(self, units, dtype=None, **kwargs):
+        inputs = keras.Input((4,))
+        x = layers.Dense(units, name="hidden", dtype=dtype)(inputs)
+        gate = layers.Dense(units, activation="softmax", name="gate", dtype=dtype)(x)
+        super().__init__(inputs, layers.Multiply(dtype=dtype)([x, gate]), **kwargs)
+        self.units = units
+        if dtype is not None:
+            self.dtype_policy = keras.dtype_policies.get(dtype)
+
+    def get_config(self):
+        dtype = keras.dtype_policies.serialize(self.dtype_policy)
+        return {"units": self.units, "name": self.name, "dtype": dtype}
+
+    @classmethod
+    def from_config(cls, config):
+        dtype = keras.dtype_policies.get(config.pop("dtype"))
+        return cls(dtype=dtype, **config)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Task(keras.Model):
+    """A backbone with a head that has the backbone's policy."""
+
+    def __init__(self, backbone, **kwargs):
+        inputs = backbone.input
+        head = layers.Dense(2, name="head", dtype=backbone.dtype_policy)
+        super().__init__(inputs, head(backbone(inputs)), **kwargs)
+        self.backbone = backbone
+        self.dtype_policy = backbone.dtype_policy
+
+    def get_config(self):
+        return {"backbone": keras.layers.serialize(self.backbone), "name": self.name}
+
+    @classmethod
+    def from_config(cls, config):
+        backbone = keras.layers.deserialize(config.pop("backbone"))
+        return cls(backbone, **config)
+
+
+def under_the_global_policy():
+    with keras_mp.policy_scope("mixed_float16"):
+        return Task(Backbone(8))
+
+
+def with_a_dtype():
+    return Task(Backbone(8, dtype=keras_mp.MixedFloat16()))
+
+
+def converted():
+    return keras_mp.convert(Task(Backbone(8)), "mixed_float16")
+
+
+def precisions(model):
+    names = ("hidden", "gate", "head")
+    found = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
+    return [found[name] for name in names if name in found]
+
+
+@pytest.fixture(params=[under_the_global_policy, with_a_dtype, converted])
+def model(request):
+    return request.param()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_opens_with_the_precision_that_each_layer_had(model, compiled, tmp_path):
+    if compiled:
+        model.compile("sgd", "mse")
+        assert precisions(model) == ["float16", "float32", "float32"]
+    before, y = precisions(model), model.predict(X, verbose=0)
+    for _ in range(2):  # The second time saved as it was opened.
+        model.save(tmp_path / "model.keras")
+        model = keras.models.load_model(tmp_path / "model.keras")
+        assert precisions(model) == before
+        np.testing.assert_array_equal(model.predict(X, verbose=0), y)
+
+
+def test_a_backbone_that_was_never_called_stores_stock_policies_only(tmp_path):
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        backbone = Backbone(8)
+    backbone.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as file:
+        config = file.read("config.json").decode()
+    assert "keras_mp" not in config
+    dtype = json.loads(config)["config"]["dtype"]
+    assert dtype["class_name"] == "DTypePolicyMap"
+    assert list(dtype["config"]["policy_map"]) == ["gate"]
+    # As where keras_mp is missing.
+    keras_mp.integration.uninstall()
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    assert precisions(opened) == ["bfloat16", "float32"]
+
+
+def test_storing_leaves_the_model_as_it_was(model):
+    before = [layer.dtype_policy for layer in model._flatten_layers()]
+    model.get_config()
+    after = [layer.dtype_policy for layer in model._flatten_layers()]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_quantized_layers_are_stored_as_what_they_are(tmp_path):
+    # Keras quantizes no layer that computes in float16.
+    model = keras_mp.convert(Task(Backbone(8)), "mixed_bfloat16")
+    model.backbone.get_layer("hidden").quantize("int8")
+    model.save(tmp_path / "model.keras")
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    hidden = next(x for x in opened._flatten_layers() if x.name == "hidden")
+    assert hidden.quantization_mode == "int8"
+
+
+def test_without_the_seams_the_class_has_its_own_get_config_again(model):
+    assert hasattr(Backbone.get_config, "__wrapped__")
+    keras_mp.integration.uninstall()
+    assert not hasattr(Backbone.get_config, "__wrapped__")
+
+
+def test_a_model_in_float32_stores_what_it_would_store_without_keras_mp():
+    model = Backbone(8)
+    assert model.get_config()["dtype"]["config"] == {"name": "float32"}
