@@ -442,7 +442,7 @@ def training(model: Any, x: Any, loss: str) -> tuple[dict[str, Any], Any]:
     )
     y = keras.tree.map_structure(
         lambda t: np.zeros(t.shape, "float32"),
-        keras.backend.compute_output_spec(model.call, symbolic),
+        model.compute_output_spec(symbolic),
     )
     if loss == "values":
         return {"loss": "mse", "metrics": []}, y

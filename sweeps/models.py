@@ -39,6 +39,9 @@ def main() -> None:
     if arguments.within:
         _sweep(arguments)
         return
+    if arguments.again:
+        kept = [row for row in finished().values() if row["outcome"] == "ok"]
+        SCRATCH.write_text("".join(json.dumps(row) + "\n" for row in kept))
     for backend in arguments.backend.split(","):
         _in_processes(backend)
     if not arguments.only:
@@ -90,7 +93,7 @@ def _in_processes(backend: str) -> None:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         command = [sys.executable, "-m", "sweeps.models", "--within"]
-        passed_on = [a for a in sys.argv[1:] if a != "--fresh"]
+        passed_on = [a for a in sys.argv[1:] if a not in ("--fresh", "--again")]
         code: int | None = AGAIN
         while code != 0:
             code = subprocess.run(
@@ -133,7 +136,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
             _add({**row, "outcome": None})
             faulthandler.dump_traceback_later(LONGEST, exit=True)
             start = time.monotonic()
-            result = Run(case, row["policy"], row["how"]).result()
+            run = Run(case, row["policy"], row["how"], _skipped(row, done))
+            result = run.result()
             faulthandler.cancel_dump_traceback_later()
             seconds = round(time.monotonic() - start, 1)
             row |= {**result._asdict(), "seconds": seconds}
@@ -151,6 +155,16 @@ def _rows(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]
                 "policy": policy,
                 "how": how,
             }
+
+
+def _skipped(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> int:
+    """How many steps the same model skipped under the global policy, if it trained.
+
+    The other ways start at the scale that it came to: skipping takes its time.
+    """
+    other = done.get(key({**row, "how": "global"}), row)
+    ours = row["how"] in ("dtype", "convert")
+    return other["skipped"] if ours and other.get("outcome") == "ok" else 0
 
 
 def _wanted(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> bool:
