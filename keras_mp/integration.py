@@ -38,7 +38,10 @@ def install() -> None:
     for name, owner, seam in _seams():
         if not hasattr(vars(owner)[name], "_keras_mp_original"):
             original = vars(owner)[name]
-            wrapper: Any = functools.wraps(original)(seam(original))
+            replacement = seam(original)
+            if replacement is original:
+                continue  # Nothing to mend on this backend.
+            wrapper: Any = functools.wraps(original)(replacement)
             wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
             setattr(owner, name, wrapper)
 

@@ -72,15 +72,16 @@ class MixedPolicy(keras.DTypePolicy):
             return Decision(keras.DTypePolicy(self._policy_name), None)
         return Decision(keras.DTypePolicy(self.name), None)
 
-    def _rule_for(self, layer: Any) -> Rule | None:
+    def _rule_for(self, layer: Any, copied: bool = False) -> Rule | None:
         for rule in self.rules:
             if rule.matches(layer):
                 return rule
         # A wrapper computes in the precision of what it wraps: some call its `call`.
+        copied = copied or _copies(layer)
         for part in parts_of(layer):
-            if policy_of(part) == _FLOAT32 and not _is_default(part, layer):
+            if policy_of(part) == _FLOAT32 and not _is_default(part, copied):
                 return WRAPPED
-            if of_part := self._rule_for(part):
+            if of_part := self._rule_for(part, copied):
                 return of_part
         return None
 
@@ -237,6 +238,9 @@ def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
     if isinstance(policy, MixedPolicy):
         return policy.for_layer(layer)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        if layer.path and not children_of(layer):
+            # Opened, it has another path: Keras builds it outside of its model.
+            return _stock(policy_of(layer))
         entries = {path: _stock(policy[path]) for path in policy}
         default = _stock(policy._default_policy_arg)
         return keras.dtype_policies.DTypePolicyMap(default, entries)
@@ -282,29 +286,33 @@ def _carry_out(layer: Any, decision: Decision) -> None:
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
     for child in layer._flatten_layers(include_self=False):
         policy = policy_of(child)
-        if policy is before or chooser_of(policy) or _is_default(child, layer):
+        if policy is before or chooser_of(policy) or _is_default(child, _copies(layer)):
             _decide(child, decision)
 
 
-def _pass_on(layer: Any, chooser: MixedPolicy) -> None:
+def _pass_on(layer: Any, chooser: MixedPolicy, copied: bool = False) -> None:
     """Gives a policy that stands on a layer to the layers that it holds.
 
     Keras gives it to none.
     """
     if chooser is keras.config.dtype_policy():
         return  # They have it.
+    copied = copied or _copies(layer)
     for child in children_of(layer):
-        if _is_default(child, layer):
+        if _is_default(child, copied):
             child.dtype_policy = chooser
-            _pass_on(child, chooser)
+            _pass_on(child, chooser, copied)
 
 
-def _is_default(child: Any, parent: Any) -> bool:
+def _is_default(child: Any, copied: bool) -> bool:
     """Has nobody chosen a policy for this child?"""
     policy, default = child.dtype_policy, keras.config.dtype_policy()
-    if isinstance(parent, keras.layers.Bidirectional):
-        return policy == default  # Its layers are copies, made of their configs.
-    return policy is default
+    return policy == default if copied else policy is default
+
+
+def _copies(layer: Any) -> bool:
+    """Are the layers in it, and those in these, copies made of their configs?"""
+    return isinstance(layer, keras.layers.Bidirectional)
 
 
 def _decide(layer: Any, decision: Decision) -> None:

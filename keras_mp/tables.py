@@ -56,7 +56,8 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         out = io.StringIO()
-        console = Console(file=out, width=width, color_system=None)
+        # Not a notebook's own, where rich would show it instead.
+        console = Console(file=out, width=width, color_system=None, force_jupyter=False)
         if self.title:
             console.print(Text(self.title), "", sep="\n")
         console.print(table)

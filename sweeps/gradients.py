@@ -55,7 +55,8 @@ def called(
             variable.assign(value)
     names = [f"gradient by input {i}" for i, float_ in enumerate(floats) if float_]
     weights = [
-        f"gradient by {v.name} {i}" for i, v in enumerate(layer.trainable_variables)
+        f"gradient by {v.name.rstrip('_0123456789')} {i}"
+        for i, v in enumerate(layer.trainable_variables)
     ]
     gradients = dict(zip(names + weights, [*by_input, *by_weight], strict=True))
     return (

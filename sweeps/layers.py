@@ -16,7 +16,9 @@ import sys
 import warnings
 from typing import Any
 
-HERE = pathlib.Path(__file__).parent
+from sweeps import layer_table
+
+RESULTS = pathlib.Path(__file__).parent / "layers.json"
 BACKENDS = ("jax", "tensorflow", "torch")
 DTYPES = ("float16", "bfloat16")
 
@@ -26,18 +28,21 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, help="all three unless given")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--modes", nargs="+", help="eager, jit, graph, xla, fit")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "layers.json")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.backend and os.environ.get("KERAS_BACKEND") == arguments.backend:
         sweep(arguments)
         return
-    for backend in [arguments.backend] if arguments.backend else BACKENDS:
+    backends = [arguments.backend] if arguments.backend else BACKENDS
+    for backend in backends:
         # Keras reads KERAS_BACKEND once, when it is imported: a process for each.
         command = [sys.executable, "-m", "sweeps.layers", *sys.argv[1:]]
         command += [] if arguments.backend else ["--backend", backend]
         subprocess.run(
             command, env={**os.environ, "KERAS_BACKEND": backend}, check=True
         )
+    if arguments.out == RESULTS:
+        layer_table.write()
 
 
 def sweep(arguments: Any) -> None:

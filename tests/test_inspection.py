@@ -296,6 +296,15 @@ def test_an_operation_that_makes_an_output_float16_itself_is_told_by_its_name():
     assert warning.remedy == 'Cast it to "float32".'
 
 
+def test_a_layer_that_makes_two_outputs_is_told_once():
+    with keras_mp.policy_scope("mixed_float16"):
+        x = keras.Input((8,))
+        y = layers.Dense(8, name="d")(x)
+        model = keras.Model(x, [y, y + 1])
+    (warning,) = told(model, "output of the model")
+    assert warning.paths == ("d",)
+
+
 def test_in_a_nested_model_the_layer_of_the_users_own_dtype_is_told():
     half = layers.Dense(8, dtype="mixed_float16", name="half")
     model = keras.Sequential(

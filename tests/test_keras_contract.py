@@ -12,6 +12,7 @@ import functools
 import inspect
 import io
 import pathlib
+import sys
 import zipfile
 
 import keras
@@ -1253,3 +1254,324 @@ def test_symbolic_build_builds_the_model_and_its_optimizer_from_one_batch():
     model._symbolic_build(data_batch=data())
     assert model.built and model.optimizer.built
     assert len(model.metrics_variables) > 2
+
+
+# What `convert`, the model's door and the repaired attention stand on -----------------
+
+
+@pytest.fixture
+def without_seams():
+    """Keras as it is, also where another test has imported keras_mp."""
+    keras_mp = sys.modules.get("keras_mp")
+    if keras_mp is None:
+        yield
+        return
+    keras_mp.integration.uninstall()
+    yield
+    keras_mp.integration.install()
+
+
+plain_keras = pytest.mark.usefixtures("without_seams")
+
+
+class Returns(keras.layers.Layer):
+    """Keeps what its `call` was given, and returns it."""
+
+    def call(self, x):
+        self.given = x
+        return x
+
+
+class Door(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first = Returns(dtype="float32")
+
+    def call(self, x):
+        return self.first(x)
+
+
+def dtype_of(x):
+    return keras_backend.standardize_dtype(x.dtype)
+
+
+@plain_keras
+@fact
+def test_the_arguments_of_layers_init_are_keywords_only():
+    """Layer.__init__ takes keyword arguments alone, so a seam can too."""
+    kinds = {
+        p.kind
+        for p in inspect.signature(keras.layers.Layer.__init__).parameters.values()
+    }
+    parameter = inspect.Parameter
+    assert kinds == {
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+        parameter.VAR_KEYWORD,
+    }
+    with pytest.raises(TypeError):
+        keras.layers.Layer("name")
+
+
+@plain_keras
+@fact
+def test_a_subclassed_model_rounds_what_it_is_called_with():
+    """A subclassed model casts its inputs to its compute dtype, whatever its first
+    layer computes in, and `_convert_input_args = False` stops that."""
+    for converts, expected in ((True, 2048.0), (False, 2049.0)):
+        model = Door(dtype="mixed_float16")
+        assert model._convert_input_args
+        model._convert_input_args = converts
+        assert (
+            float(np.array(ops.convert_to_numpy(model(tensor([2049.0]))))[0])
+            == expected
+        )
+
+
+@plain_keras
+@fact
+def test_functional_models_do_not_convert_their_arguments():
+    """Functional.__init__ sets `_convert_input_args = False`: its graph casts."""
+    assert functional_model("mixed_float16")._convert_input_args is False
+
+
+@plain_keras
+@fact
+def test_a_sequential_model_builds_an_input_of_its_first_layers_compute_dtype():
+    """Sequential.build puts an InputLayer of the first layer's compute dtype in front,
+    and none where one is there."""
+    model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
+    model.build((None, 2))
+    assert isinstance(model._layers[0], keras.layers.InputLayer)
+    assert model._layers[0].dtype == "float16"
+    model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
+    own = keras.layers.InputLayer(batch_shape=(None, 2), dtype="float32")
+    model._layers = [own, *model._layers]
+    model.build((None, 2))
+    assert model._layers[0] is own
+    assert model._functional.inputs[0].dtype == "float32"
+
+
+@plain_keras
+@fact
+def test_a_graph_keeps_its_nodes_by_depth_and_fills_in_their_arguments():
+    """`Functional._nodes_by_depth` has the nodes of a graph, the inputs deepest, and
+    `node.arguments.fill_in` gives a call's arguments with other tensors in them."""
+    model = functional_model()
+    depths = sorted(model._nodes_by_depth, reverse=True)
+    assert all(node.is_input for node in model._nodes_by_depth[depths[0]])
+    (last,) = model._nodes_by_depth[0]
+    assert last.outputs[0] is model.outputs[0]
+    other = keras.KerasTensor(last.input_tensors[0].shape)
+    args, kwargs = last.arguments.fill_in({id(last.input_tensors[0]): other})
+    assert args[0] is other and not kwargs
+
+
+@plain_keras
+@fact
+def test_a_symbolic_call_adds_an_inbound_node_to_the_layer():
+    """A call on a KerasTensor appends to `layer._inbound_nodes`, at the end."""
+    layer = keras.layers.Dense(1)
+    layer(keras.KerasTensor((None, 2)))
+    first = list(layer._inbound_nodes)
+    layer(keras.KerasTensor((None, 2)))
+    assert layer._inbound_nodes[:1] == first and len(layer._inbound_nodes) == 2
+
+
+@plain_keras
+@fact
+def test_a_built_sequential_model_has_a_functional_one_in_it():
+    """`Sequential._functional` is a Functional model, None before it is built."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    assert model._functional is None
+    model.build((None, 2))
+    assert type(model._functional).__name__ == "Functional"
+
+
+@plain_keras
+@fact
+def test_a_graph_casts_its_inputs_to_its_symbolic_dtypes():
+    """Functional models cast what they are called with to their inputs' dtypes."""
+    x = keras.Input((1,), dtype="float16")
+    model = keras.Model(x, Returns(dtype="float32")(x))
+    assert (
+        float(np.array(ops.convert_to_numpy(model(tensor([[2049.0]]))))[0, 0]) == 2048
+    )
+
+
+@plain_keras
+@fact
+def test_a_symbolic_tensor_has_these_attributes():
+    """KerasTensor has `sparse` and `ragged`, and keeps the latter in `_ragged`."""
+    x = keras.KerasTensor((1,))
+    assert x.sparse is False and x.ragged is False and x._ragged is False
+
+
+@plain_keras
+@fact
+def test_a_layer_keeps_its_policy_in_a_private_attribute():
+    """`layer._dtype_policy` is the policy, and the setter writes into a map that a
+    built layer has there."""
+    policy = keras.dtype_policies.DTypePolicyMap("float32")
+    layer = keras.layers.Dense(1, dtype=policy)
+    assert layer._dtype_policy is policy
+    layer.build((None, 2))
+    layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+    assert layer._dtype_policy is policy
+    assert policy[layer.path].name == "mixed_float16"
+
+
+@plain_keras
+@fact
+def test_a_policy_map_keeps_the_default_that_it_was_given():
+    """`DTypePolicyMap._default_policy_arg` is the `default_policy=` of a map."""
+    given = keras.DTypePolicy("mixed_float16")
+    assert keras.dtype_policies.DTypePolicyMap(given)._default_policy_arg is given
+    assert keras.dtype_policies.DTypePolicyMap()._default_policy_arg is None
+
+
+@plain_keras
+@fact
+def test_a_reopened_layer_has_a_path_without_its_models_name(tmp_path):
+    """Keras builds the layers of a file outside of their model, so a policy map finds
+    none of them."""
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, name="dense")], name="model"
+    )
+    assert model.layers[0].path == "model/dense"
+    model.save(tmp_path / "model.keras")
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    assert opened.layers[0].path == "dense"
+
+
+@plain_keras
+@fact
+def test_normalization_casts_its_constants_once():
+    """Normalization casts mean and variance in `build`, or in `finalize_state` after
+    `adapt`, and keeps `_build_input_shape` for it."""
+    layer = keras.layers.Normalization(mean=[1.0], variance=[1.0], dtype="float16")
+    layer.build((None, 1))
+    layer.dtype_policy = "float32"
+    assert dtype_of(layer.mean) == "float16"
+    type(layer).build(layer, layer._build_input_shape)
+    assert dtype_of(layer.mean) == "float32"
+    layer = keras.layers.Normalization(dtype="float16")
+    layer.adapt(np.ones((2, 1), "float32"))
+    layer.dtype_policy = "float32"
+    assert layer.input_mean is None and dtype_of(layer.mean) == "float16"
+    layer.finalize_state()
+    assert dtype_of(layer.mean) == "float32"
+
+
+@plain_keras
+@fact
+def test_a_time_distributed_layer_calls_the_call_of_its_layer():
+    """TimeDistributed calls `layer.call`, not the layer: its policy is never asked."""
+    inner = Returns(dtype="mixed_float16")
+    wrapper = keras.layers.TimeDistributed(inner)
+    wrapper(tensor(np.ones((1, 2, 3))))
+    assert not inner._called and dtype_of(inner.given) == "float32"
+
+
+@plain_keras
+@fact
+def test_bidirectional_copies_its_layers_and_their_cells():
+    """Bidirectional makes its layers anew of a config, with policies of their own."""
+    layer = keras.layers.LSTM(1)
+    wrapper = keras.layers.Bidirectional(layer)
+    default = keras.config.dtype_policy()
+    assert layer.dtype_policy is default
+    for copy in (wrapper.forward_layer, wrapper.backward_layer):
+        assert copy is not layer
+        for part in (copy, copy.cell):
+            assert part.dtype_policy is not default
+            assert part.dtype_policy == default
+
+
+@plain_keras
+@fact
+def test_attention_asks_the_backend_for_its_product_at_each_call(monkeypatch):
+    """ops.dot_product_attention, and with it MultiHeadAttention, looks
+    `backend.nn.dot_product_attention` up at each call."""
+    calls = []
+    original = keras_backend.nn.dot_product_attention
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(keras_backend.nn, "dot_product_attention", counted)
+    x = tensor(np.ones((1, 2, 4)))
+    keras.layers.MultiHeadAttention(1, 4)(x, x)
+    q = tensor(np.ones((1, 2, 1, 4)))
+    ops.dot_product_attention(q, q, q)
+    assert len(calls) == 2
+
+
+@plain_keras
+@only_on_tensorflow
+@fact
+def test_attention_on_tensorflow_scales_its_logits_after_their_product():
+    """q·k beyond 65504 is inf in float16, though it is not once it is scaled."""
+    q = tensor(np.full((1, 2, 1, 16), 100.0), "float16")
+    result = ops.convert_to_numpy(ops.dot_product_attention(q, q, q))
+    assert not np.all(np.isfinite(result))
+
+
+@plain_keras
+@only_on_jax
+@fact
+def test_attention_on_jax_has_no_float16_kernel_for_cpus():
+    """jax.nn.dot_product_attention asks for a precision that CPUs do not have."""
+    import jax
+
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("a fact about CPUs")
+    q = tensor(np.ones((1, 2, 1, 16)), "float16")
+    with pytest.raises(Exception, match="F16_F16_F32"):
+        jax.jit(ops.dot_product_attention)(q, q, q)
+
+
+@plain_keras
+@only_on_tensorflow
+@pytest.mark.parametrize("options", [{"activity_regularizer": "l2"}, {}])
+@fact
+def test_a_half_loss_of_a_layer_stops_fit_on_tensorflow(options):
+    """TensorFlow adds no float16 to a float32: add_loss and activity_regularizer of a
+    half layer raise in `fit`."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            if not options:
+                self.add_loss(ops.mean(x))
+            return x
+
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            Adds(dtype="mixed_float16", **options),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse")
+    with pytest.raises((TypeError, ValueError)):
+        model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+
+
+@plain_keras
+@only_on_torch
+@fact
+def test_a_variable_is_not_autocast_in_a_symbolic_call_on_torch():
+    """On the meta device a torch Variable's value has the variable's dtype, so that
+    custom layers of a half policy are symbolically float32."""
+
+    class Multiplies(keras.layers.Layer):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(shape[-1],))
+
+        def call(self, x):
+            return x * self.factor
+
+    layer = Multiplies(dtype="mixed_float16")
+    assert layer(keras.Input((2,))).dtype == "float32"
+    assert dtype_of(layer(tensor(np.ones((1, 2))))) == "float16"

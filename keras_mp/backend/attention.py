@@ -34,9 +34,10 @@ def _scale_before(
 ) -> Any:
     if scale is None:
         scale = 1 / math.sqrt(key.shape[-1])
+    # What is left of the scale is 1 or more: the product is never above the logits.
     mantissa, exponent = math.frexp(scale)
-    query = ops.multiply(query, ops.cast(2.0**exponent, query.dtype))
-    return attention(query, key, value, scale=mantissa, **options)
+    query = ops.multiply(query, ops.cast(2.0 ** (exponent - 1), query.dtype))
+    return attention(query, key, value, scale=2 * mantissa, **options)
 
 
 def _in_float32_on_cpus(

@@ -54,7 +54,7 @@ def findings_of(
         nodes: the calls that its graph consists of.
     """
     found: dict[tuple[str, str], list[str]] = {}
-    for path, sentence, remedy in _all(model, computing, nodes):
+    for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
         found.setdefault((sentence, remedy), []).append(path)
     return tuple(
         Finding(tuple(paths), sentence, _filled_in(remedy, paths))
@@ -121,7 +121,7 @@ def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
         yield (
             layer_path(model),
             f"it computes in float16, and its {type(optimizer).__name__} does not "
-            "scale the loss: small gradients become 0.",
+            "scale the loss: small gradients may become 0.",
             "Compile it with keras_mp.LossScaleOptimizer(optimizer).",
         )
 

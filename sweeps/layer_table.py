@@ -1,0 +1,109 @@
+"""Renders layers.json as the section "Layers" of README.md."""
+
+import json
+import pathlib
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+BEGIN, END = "<!-- layers -->", "<!-- end of layers -->"
+BACKENDS = ("jax", "tensorflow", "torch")
+DTYPES = ("float16", "bfloat16")
+WORST = ("ok", "error", "not finite", "raises")
+
+INTRODUCTION = """## Layers
+
+Every layer class that Keras {keras} exports, on inputs that it would meet and on hard
+ones: large, all zero, many, masked. Under Keras' own `mixed_float16` and
+`mixed_bfloat16`, and after the arrow under `keras_mp.MixedFloat16()` and
+`MixedBFloat16()` where that differs, each next to a float32 twin with the same weights.
+Measured on CPUs ({versions}).
+
+A number is the largest error of an output or a gradient, over all ways to run it
+(eager; compiled: `jit` on JAX, `graph` and `xla` on TensorFlow; two steps of `fit`),
+relative to the largest magnitude of that output or gradient in float32. In **bold**:
+**raises**, **not finite** where float32 is, **an error** that rounding does
+not explain. If only some ways of running it are, they follow in brackets. What rounding
+explains is 6 sqrt(n) (u m + s): u is 2^-11 for float16 and 2^-8 for bfloat16, m the
+largest magnitude, s the dtype's smallest number, n the number of roundings in a row
+([`layer_errors.py`](layer_errors.py) has the reason,
+[`layer_cases.py`](layer_cases.py) n and the inputs of each case,
+[`layers.json`](layers.json) each way of running it and what is raised).
+`make sweep-layers` measures anew.
+"""
+
+
+def write(results: pathlib.Path = HERE / "layers.json") -> None:
+    """Puts the table into README.md, between its marks or at the end."""
+    text = f"{BEGIN}\n{rendered(json.loads(results.read_text()))}{END}\n"
+    readme = HERE / "README.md"
+    before = readme.read_text() if readme.exists() else "# Sweeps\n\n"
+    if BEGIN in before:
+        head, rest = before.split(BEGIN)
+        readme.write_text(head + text + rest.split(END + "\n")[1])
+    else:
+        readme.write_text(before + text)
+
+
+def rendered(results: dict[str, Any]) -> str:
+    measured = [b for b in BACKENDS if b in results]
+    versions = {b: results[b]["versions"] for b in measured}
+    columns = [(b, dtype) for b in measured for dtype in DTYPES]
+    names = list(dict.fromkeys(n for b in measured for n in results[b]["cases"]))
+    head = ["", *(f"{b}, {dtype}" for b, dtype in columns)]
+    lines = [
+        INTRODUCTION.format(
+            keras=versions[measured[0]]["keras"],
+            versions=", ".join(f"{b} {versions[b][b]}" for b in measured),
+        ),
+        _row(["Cases that are wrong", *head[1:]]),
+        _row(["---"] * len(head)),
+    ]
+    for who, label in (("stock", "stock Keras"), ("ours", "keras_mp")):
+        counts = [_wrong(results[b]["cases"], dtype, who) for b, dtype in columns]
+        lines.append(_row([label, *counts]))
+    lines += ["", _row(["Case", *head[1:]]), _row(["---"] * len(head))]
+    for name in sorted(names, key=str.lower):
+        cells = [_cell(results[b]["cases"].get(name), dtype) for b, dtype in columns]
+        lines.append(_row([name, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _wrong(cases: dict[str, Any], dtype: str, who: str) -> str:
+    wrong = sum(
+        any(outcome["status"] != "ok" for outcome in case[dtype][who].values())
+        for case in cases.values()
+    )
+    return f"{wrong} of {len(cases)}"
+
+
+def _cell(case: Any, dtype: str) -> str:
+    if case is None:
+        return ""
+    stock, ours = (_said(case[dtype][who]) for who in ("stock", "ours"))
+    return stock if stock == ours else f"{stock} → {ours}"
+
+
+def _said(modes: dict[str, Any]) -> str:
+    """The worst of all modes, in a few words."""
+    status = max((o["status"] for o in modes.values()), key=WORST.index, default="ok")
+    errors = [
+        error
+        for outcome in modes.values()
+        if outcome["status"] == status
+        for error in (outcome.get("output"), outcome.get("gradient"))
+        if error is not None
+    ]
+    worst = f"{max(errors):.1g}" if errors else "ok"
+    if status == "ok":
+        return worst
+    hit = sorted(mode for mode, o in modes.items() if o["status"] == status)
+    word = f"**{worst if status == 'error' and errors else status}**"
+    return word if len(hit) == len(modes) else f"{word} ({', '.join(hit)})"
+
+
+if __name__ == "__main__":
+    write()

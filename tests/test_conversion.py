@@ -1,0 +1,609 @@
+"""`convert`: models of every kind, to half precision and back to the bit."""
+
+import contextlib
+import functools
+import types
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, same_bits, values
+from models_to_convert import BUILDERS
+
+import keras_mp
+from keras_mp.parts import is_graph
+
+layers = keras.layers
+HALF = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+# Half a unit in the last place, of the largest activation; a few layers add up.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def dtype_of(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def arrays(outputs):
+    return [keras.ops.convert_to_numpy(x) for x in keras.tree.flatten(outputs)]
+
+
+@contextlib.contextmanager
+def dtypes_within(model):
+    """What every layer really returns while the model is called: {id: dtype}."""
+    seen = {}
+
+    def record(layer, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        seen[id(layer)] = dtype_of(keras.tree.flatten(result)[0])
+        return result
+
+    all_layers = model._flatten_layers()
+    for layer in all_layers:
+        vars(layer)["call"] = functools.partial(record, layer, layer.call)
+    try:
+        yield seen
+    finally:
+        for layer in all_layers:
+            del vars(layer)["call"]
+
+
+def symbolic_dtypes(model):
+    """What the graphs in a model say: {id of the layer: dtype}."""
+    said = {}
+    for layer in model._flatten_layers():
+        if is_graph(layer) and layer.built:
+            graph = layer._functional if isinstance(layer, keras.Sequential) else layer
+            for nodes in graph._nodes_by_depth.values():
+                for node in nodes:
+                    said[id(node.operation)] = node.outputs[0].dtype
+            said[id(layer)] = graph.outputs[0].dtype
+    return said
+
+
+@functools.cache
+def original(name):
+    """A float32 model, its input, what it predicts, and its values."""
+    keras.utils.set_random_seed(0)
+    model, x = BUILDERS[name]()
+    predicted = arrays(model.predict(x, verbose=0))
+    return model, x, predicted, list(model.weights), values(model.weights)
+
+
+@functools.cache
+def round_trip(name, policy):
+    """A model before a conversion, after it, and after its inverse."""
+    trip = types.SimpleNamespace()
+    model, x, trip.before, trip.weights, trip.values = original(name)
+    trip.model = model
+    trip.returned = keras_mp.convert(model, policy)
+    with dtypes_within(model) as trip.real:  # A stale trace would call no layer.
+        trip.predicted = arrays(model.predict(x, verbose=0))
+    trip.said = symbolic_dtypes(model)
+    trip.layers = {id(x): (x, x.compute_dtype) for x in model._flatten_layers()}
+    trip.half_weights = list(model.weights)
+    trip.dtypes = [w.dtype for w in model.weights]
+    keras_mp.convert(model, "float32")
+    with dtypes_within(model) as real:
+        trip.after = arrays(model.predict(x, verbose=0))
+    trip.real_after = set(real.values())
+    trip.said_after = set(symbolic_dtypes(model).values())
+    return trip
+
+
+every_model = pytest.mark.parametrize("name", BUILDERS)
+both = pytest.mark.parametrize("policy", HALF)
+
+
+@both
+@every_model
+def test_a_conversion_keeps_the_very_same_variables_in_float32(name, policy):
+    trip = round_trip(name, policy)
+    assert trip.returned is trip.model
+    assert all(a is b for a, b in zip(trip.weights, trip.half_weights, strict=True))
+    assert {d for d in trip.dtypes if "float" in d} == {"float32"}
+    assert same_bits(trip.values, values(trip.weights))
+
+
+def symbolically_wrong(layer):
+    """On torch Keras does not autocast variables in a symbolic call: see the contract.
+
+    It shows in layers and models that do not say their output's shape themselves.
+    """
+    unsaid = getattr(layer.compute_output_shape, "_is_default", False)
+    return BACKEND == "torch" and unsaid
+
+
+@both
+@every_model
+def test_layers_return_what_they_say_and_what_the_graph_says(name, policy):
+    trip = round_trip(name, policy)
+    for key, (layer, compute_dtype) in trip.layers.items():
+        dtype = trip.real.get(key)
+        if dtype and "float" in dtype and not isinstance(layer, keras.Model):
+            assert dtype == compute_dtype, layer.path
+        if dtype and key in trip.said and not symbolically_wrong(layer):
+            assert dtype == trip.said[key], layer.path
+    assert HALF[policy] in trip.real.values()
+
+
+@both
+@every_model
+def test_what_is_predicted_is_rounded_and_not_more(name, policy):
+    trip = round_trip(name, policy)
+    bound = 8 * ROUNDING[HALF[policy]]
+    for want, got in zip(trip.before, trip.predicted, strict=True):
+        assert np.max(np.abs(want - got)) <= bound * max(1, np.max(np.abs(want)))
+        assert np.any(want != got)
+
+
+@both
+@every_model
+def test_the_way_back_predicts_the_original_to_the_bit(name, policy):
+    trip = round_trip(name, policy)
+    assert same_bits(trip.before, trip.after)
+    assert {d for d in trip.real_after if "float" in d} == {"float32"}
+    assert {d for d in trip.said_after if "float" in d} <= {"float32"}
+    assert {x.compute_dtype for x in trip.model._flatten_layers()} == {"float32"}
+
+
+# Training on ----------------------------------------------------------------------
+
+
+# All of them where nothing is compiled, which is most of the time that this takes.
+TRAINED = (
+    list(BUILDERS)
+    if BACKEND == "torch"
+    else ["sequential", "functional", "subclassed", "lazy", "nested", "attention"]
+)
+
+
+def targets(model, x):
+    outputs = model(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
+    return keras.tree.map_structure(lambda t: np.ones(t.shape, "float32"), outputs)
+
+
+@functools.cache
+def trained(name):
+    """A model that has trained in float32, was converted, and has trained on."""
+    keras.utils.set_random_seed(0)
+    model, x = BUILDERS[name]()
+    y = targets(model, x)
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    train(model, x, y)
+    trip = types.SimpleNamespace(model=model, x=x, y=y)
+    trip.adam = model.optimizer
+    trip.moments = list(trip.adam.variables)
+    keras_mp.convert(model, "mixed_float16")
+    trip.wrapper = model.optimizer
+    trip.before = values(model.trainable_variables)
+    trip.loss = train(model, x, y, epochs=3)
+    trip.after = values(model.trainable_variables)
+    return trip
+
+
+def train(model, x, y, epochs=1):
+    history = model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, shuffle=False)
+    return history.history["loss"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_compiled_model_trains_on_with_its_optimizers_state(name):
+    trip = trained(name)
+    assert np.all(np.isfinite(trip.loss))
+    assert not any(
+        same_bits([a], [b]) for a, b in zip(trip.before, trip.after, strict=True)
+    )
+    assert isinstance(trip.wrapper, keras_mp.LossScaleOptimizer)
+    assert trip.wrapper.inner_optimizer is trip.adam
+    kept = trip.adam.variables
+    assert all(a is b for a, b in zip(trip.moments, kept, strict=True))
+    # The scale may have to come down first.
+    skipped = int(trip.wrapper.skipped_steps)
+    assert skipped < 3
+    assert int(trip.adam.iterations) == 1 + 3 - skipped
+
+
+@pytest.mark.parametrize("name", ["sequential", "functional", "subclassed"])
+def test_loss_scaling_goes_and_comes_back_with_its_scale(name):
+    trip = trained(name)
+    model, wrapper = trip.model, trip.wrapper
+    wrapper.dynamic_scale.assign(512.0)
+    scaling = list(wrapper.variables)
+    keras_mp.convert(model, "float32")
+    assert model.optimizer is trip.adam
+    done = int(trip.adam.iterations)
+    assert np.isfinite(train(model, trip.x, trip.y)[0])
+    assert int(trip.adam.iterations) == done + 1
+    keras_mp.convert(model, "mixed_bfloat16")
+    assert model.optimizer is trip.adam
+    assert np.isfinite(train(model, trip.x, trip.y)[0])
+    keras_mp.convert(model, "mixed_float16")
+    assert model.optimizer is wrapper
+    assert all(a is b for a, b in zip(scaling, wrapper.variables, strict=True))
+    assert float(wrapper.loss_scale) == 512.0
+    assert np.isfinite(train(model, trip.x, trip.y)[0])
+    assert int(trip.adam.iterations) == done + 3
+
+
+def small(activation=None, dtype=None, name="small"):
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(4, activation="relu", name="hidden", dtype=dtype),
+            layers.Dense(2, activation=activation, name="head", dtype=dtype),
+        ],
+        name=name,
+    )
+
+
+X, Y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
+
+
+def hidden_dtype(model, run):
+    """The dtype in which a run really computes the hidden layer, None if traced."""
+    with dtypes_within(model) as seen:
+        run()
+    return seen.get(id(model.get_layer("hidden")))
+
+
+RUNS = {
+    "train": lambda model: model.train_on_batch(X, Y),
+    "test": lambda model: model.test_on_batch(X, Y),
+    "predict": lambda model: model.predict_on_batch(X),
+    "fit": lambda model: model.fit(X, Y, verbose=0),
+    "evaluate": lambda model: model.evaluate(X, Y, verbose=0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
+@pytest.mark.parametrize("run", RUNS)
+def test_no_function_traced_before_is_used_after(run, options):
+    if options.get("jit_compile") and BACKEND != "tensorflow":
+        pytest.skip("JAX compiles anyway, and torch.compile is not what is tested")
+    if options and run in ("fit", "evaluate"):
+        pytest.skip("the same functions as train and test")
+    model = small()
+    model.compile("sgd", "mse", **options)
+    run = RUNS[run]
+    assert hidden_dtype(model, lambda: run(model)) == "float32"
+    keras_mp.convert(model, "mixed_float16")
+    assert hidden_dtype(model, lambda: run(model)) == "float16"
+    keras_mp.convert(model, "float32")
+    assert hidden_dtype(model, lambda: run(model)) == "float32"
+
+
+def test_a_conversion_between_compile_and_the_first_fit():
+    for build in (BUILDERS["sequential_without_input"], BUILDERS["lazy"]):
+        model, x = build()
+        model.compile("adam", "mse")
+        keras_mp.convert(model, "mixed_float16")
+        loss = train(model, x, np.ones((8, 2), "float32"))
+        assert np.isfinite(loss[0])
+        assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+        half = [x for x in model._flatten_layers() if x.compute_dtype == "float16"]
+        assert len(half) >= 1 and half != [model]
+
+
+def test_a_scaler_of_the_users_own_stays_in_its_place():
+    model = small()
+    scaler = keras_mp.LossScaleOptimizer("adam", initial_scale=64.0)
+    model.compile(scaler, "mse")
+    train(model, X, Y)
+    moments = list(scaler.variables)
+    keras_mp.convert(model, "mixed_float16")
+    assert model.optimizer is scaler
+    train(model, X, Y)
+    assert all(a is b for a, b in zip(moments, scaler.variables, strict=True))
+    assert (int(scaler.iterations), float(scaler.loss_scale)) == (2, 64.0)
+
+
+def test_the_scaler_of_keras_stays_where_it_is():
+    model = small()
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    model.compile(scaler, "mse")
+    for policy in ("mixed_float16", "float32"):
+        keras_mp.convert(model, policy)
+        assert model.optimizer is scaler
+        assert np.isfinite(train(model, X, Y)[0])
+
+
+def test_auto_scale_loss_false_is_respected():
+    model = small()
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    sgd = model.optimizer
+    keras_mp.convert(model, "mixed_float16")
+    assert model.optimizer is sgd
+    assert np.isfinite(train(model, X, Y)[0])
+    assert model.optimizer is sgd
+
+
+def test_a_model_within_another_is_compiled_for_itself():
+    inner = small(name="inner")
+    inner.compile("adam", "mse")
+    inner.fit(X, Y, verbose=0)
+    x = keras.Input((3,))
+    outer = keras.Model(x, layers.Dense(2)(inner(x)))
+    outer.compile("sgd", "mse")
+    keras_mp.convert(outer, "mixed_float16")
+    for model in (inner, outer):
+        assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+        assert hidden_dtype(inner, lambda m=model: m.fit(X, Y, verbose=0)) == "float16"
+        assert int(model.optimizer.skipped_steps) == 0
+    keras_mp.convert(outer, "float32")
+    for model in (inner, outer):
+        assert not isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+# What a policy says ---------------------------------------------------------------
+
+
+def computes(model):
+    return [x.compute_dtype for x in model.layers]
+
+
+SAYINGS = {
+    "our object": (lambda: keras_mp.MixedFloat16(), ["float16", "float32"]),
+    "a class": (
+        lambda: keras_mp.MixedFloat16(float32=[layers.Dense]),
+        ["float32", "float32"],
+    ),
+    "a path": (
+        lambda: keras_mp.MixedFloat16(float32=["small/hidden"]),
+        ["float32", "float32"],
+    ),
+    "no path": (
+        lambda: keras_mp.MixedFloat16(float32=["hidden"]),
+        ["float16", "float32"],
+    ),
+    "a predicate": (
+        lambda: keras_mp.MixedFloat16(float32=[lambda x: getattr(x, "units", 0) == 4]),
+        ["float32", "float32"],
+    ),
+    # The user's own words: not even the outputs are ours to choose.
+    "Keras' own": (
+        lambda: keras.DTypePolicy("mixed_bfloat16"),
+        ["bfloat16", "bfloat16"],
+    ),
+    "a map of Keras' own": (
+        lambda: keras.dtype_policies.DTypePolicyMap(
+            "float32", {"small/hidden": keras.DTypePolicy("mixed_float16")}
+        ),
+        ["float16", "float32"],
+    ),
+    "a map of ours": (
+        lambda: keras.dtype_policies.DTypePolicyMap(
+            keras_mp.MixedFloat16(), {"small/hidden": keras.DTypePolicy("float32")}
+        ),
+        ["float32", "float32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+@pytest.mark.parametrize("scope", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_layers_get_what_the_policy_says_under_any_global_policy(saying, scope):
+    make, expected = SAYINGS[saying]
+    with keras_mp.policy_scope(scope):
+        model = small()
+        keras_mp.convert(model, make())
+        assert computes(model) == expected
+        assert model.outputs[0].dtype == expected[-1]
+        assert dtype_of(model(X)) == expected[-1]
+        assert computes(model) == expected
+    assert dtype_of(model(X)) == expected[-1]
+    keras_mp.convert(model, "float32")
+    assert computes(model) == ["float32"] * 2
+    assert model.outputs[0].dtype == "float32"
+
+
+def test_whatever_a_layer_had_before_the_policy_replaces():
+    model = small(dtype="mixed_bfloat16")
+    assert computes(model) == ["bfloat16"] * 2
+    keras_mp.convert(model, "mixed_float16")
+    assert computes(model) == ["float16", "float32"]
+    keras_mp.convert(model, "mixed_bfloat16")
+    keras_mp.convert(model, "mixed_bfloat16")
+    assert computes(model) == ["bfloat16", "float32"]
+
+
+def test_auto_converts_to_what_the_hardware_is_made_for():
+    model = keras_mp.convert(small(), "auto")
+    recommended = keras_mp.recommended_policy()
+    expected = keras.DTypePolicy(recommended.name).compute_dtype
+    assert computes(model)[0] == expected
+
+
+def test_an_authors_class_stays_in_float32(monkeypatch):
+    monkeypatch.setattr(keras_mp.rules, "_kept", {})
+
+    @keras_mp.keep_float32
+    class Careful(layers.Dense):
+        pass
+
+    model = keras.Sequential(
+        [keras.Input((3,)), Careful(4), layers.Dense(4), layers.Dense(2)]
+    )
+    keras_mp.convert(model, "mixed_float16")
+    assert computes(model) == ["float32", "float16", "float32"]
+
+
+def test_a_single_layer_is_converted_too():
+    layer = layers.Bidirectional(layers.LSTM(2))
+    before = np.array(keras.ops.convert_to_numpy(layer(np.ones((1, 3, 2), "float32"))))
+    keras_mp.convert(layer, "mixed_float16")
+    assert dtype_of(layer(np.ones((1, 3, 2), "float32"))) == "float16"
+    keras_mp.convert(layer, "float32")
+    after = keras.ops.convert_to_numpy(layer(np.ones((1, 3, 2), "float32")))
+    assert same_bits([before], [after])
+
+
+def test_layers_that_do_not_compute_in_float32_are_left_alone():
+    wide = "float32" if BACKEND == "jax" else "float64"  # JAX has no float64 here.
+    inputs = keras.Input((3,))
+    x = layers.Dense(4, dtype=wide, name="wide")(inputs)
+    x = layers.Dense(8, name="int8")(x)
+    x = layers.Dense(2, name="plain")(x)
+    model = keras.Model(inputs, layers.Dense(2, name="head")(x))
+    model.get_layer("int8").quantize("int8")
+    lookup = layers.StringLookup(vocabulary=["a"]) if BACKEND == "tensorflow" else None
+    before = arrays(model.predict(X, verbose=0))
+    keras_mp.convert(model, "mixed_float16")
+    kept = "float16" if BACKEND == "jax" else "float64"
+    assert computes(model)[1:] == [kept, "float32", "float16", "float32"]
+    assert model.get_layer("int8").quantization_mode == "int8"
+    assert np.all(np.isfinite(model.predict(X, verbose=0)))
+    keras_mp.convert(model, "float32")
+    assert model.get_layer("wide").compute_dtype == wide
+    assert same_bits(before, arrays(model.predict(X, verbose=0)))
+    if lookup is not None:
+        keras_mp.convert(lookup, "mixed_float16")
+        assert lookup.compute_dtype == "int64"
+
+
+# Agreement afterwards -------------------------------------------------------------
+
+
+@both
+def test_a_converted_model_is_saved_and_opened_in_the_same_precision(policy, tmp_path):
+    model = small()
+    model.compile("adam", "mse")
+    train(model, X, Y)
+    keras_mp.convert(model, policy)
+    train(model, X, Y)
+    model.save(tmp_path / "model.keras")
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    assert computes(opened) == computes(model)
+    assert type(opened.optimizer) is type(model.optimizer)
+    want, got = (arrays(m.predict(X, verbose=0)) for m in (model, opened))
+    assert same_bits(want, got)
+    assert same_bits(
+        values(model.optimizer.variables), values(opened.optimizer.variables)
+    )
+    assert train(model, X, Y) == train(opened, X, Y)
+    keras_mp.convert(opened, "float32")
+    assert computes(opened) == ["float32"] * 2
+
+
+def test_the_summary_is_printed_and_counts_the_same_weights():
+    model = small()
+    lines = []
+    model.summary(print_fn=lines.append)
+    keras_mp.convert(model, "mixed_float16")
+    after = []
+    model.summary(print_fn=after.append)
+    assert lines == after
+
+
+# Conversions that cannot be made --------------------------------------------------
+
+
+class OnlyFloat32(layers.Layer):
+    """Works in float32 alone, as some custom layers do."""
+
+    def call(self, x):
+        if dtype_of(x) != "float32":
+            raise TypeError("no kernel for " + dtype_of(x))
+        return x * 1.0
+
+
+def snapshot(model):
+    """All that a conversion changes, of a model and what is in it."""
+    state = []
+    for layer in model._flatten_layers():
+        names = (
+            "_dtype_policy",
+            "_keras_mp_settled",
+            "_convert_input_args",
+            "_keras_mp_as_they_come",
+            "built",
+            "train_function",
+            "test_function",
+            "predict_function",
+            "optimizer",
+            "_keras_mp_wrapper",
+        )
+        state += [(layer.name, n, id(vars(layer).get(n))) for n in names]
+        decision = keras_mp.policies.decision_for(layer)
+        state += [(layer.name, decision and decision.rule)]
+        state += [(layer.name, layer.compute_dtype, layer.variable_dtype)]
+        state += [(layer.name, len(layer._inbound_nodes))]
+        state += [id(v) for v in layer.variables]
+        if getattr(layer, "_compile_config", None) is not None:
+            state += [dict(layer._compile_config.config)]
+    return state, symbolic_dtypes(model)
+
+
+def impossible():
+    x = keras.Input((3,))
+    y = layers.Dense(4, name="hidden")(x)
+    y = keras.Sequential([layers.Dense(3), OnlyFloat32(name="careful")], name="block")(
+        y
+    )
+    y = OnlyFloat32(name="other")(layers.Dense(2)(y))
+    return keras.Model(x, layers.Dense(2)(y))
+
+
+@pytest.mark.parametrize("before", ["float32", "kept"])
+def test_a_conversion_that_fails_names_the_layer_and_changes_nothing(before):
+    model = impossible()
+    model.compile("adam", "mse")
+    if before == "kept":
+        keras_mp.convert(model, keras_mp.MixedFloat16(float32=[OnlyFloat32]))
+    train(model, X, Y)
+    want = arrays(model.predict(X, verbose=0))
+    state = snapshot(model)
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)`model` must be able.*careful.*OnlyFloat32.*no kernel for bfloat16",
+    ):
+        keras_mp.convert(model, "mixed_bfloat16")
+    assert snapshot(model) == state
+    assert same_bits(want, arrays(model.predict(X, verbose=0)))
+    train(model, X, Y)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_whose_variables_are_half_is_refused(dtype):
+    model = small(dtype=dtype)
+    state = snapshot(model)
+    for policy in ("mixed_float16", "mixed_bfloat16", "float32"):
+        with pytest.raises(ValueError, match=f"hidden.*Dense.*is {dtype}"):
+            keras_mp.convert(model, policy)
+    assert snapshot(model) == state
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "float64"])
+def test_a_policy_that_would_change_the_variables_is_refused(policy):
+    model = small()
+    state = snapshot(model)
+    with pytest.raises(ValueError, match="`policy` must keep variables.*hidden.*Dense"):
+        keras_mp.convert(model, policy)
+    assert snapshot(model) == state
+
+
+@pytest.mark.parametrize("policy", ["mixed_float32", "int8", "", None, 16])
+def test_what_is_no_policy_is_refused(policy):
+    model = small()
+    state = snapshot(model)
+    with pytest.raises(ValueError, match="`policy` must be.*Received: policy="):
+        keras_mp.convert(model, policy)
+    assert snapshot(model) == state
+
+
+@pytest.mark.parametrize("model", [None, "model", layers.Dense, object()])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="`model` must be a keras.Model or a layer"):
+        keras_mp.convert(model, "mixed_float16")
+
+
+def test_a_predicate_that_raises_leaves_the_model_as_it_was():
+    def predicate(layer):
+        if layer.name == "head":
+            raise ZeroDivisionError("mine")
+        return False
+
+    model = small()
+    state = snapshot(model)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        keras_mp.convert(model, keras_mp.MixedFloat16(float32=[predicate]))
+    assert snapshot(model) == state
