@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from sweeps import models_report
+
 BACKENDS = ("jax", "tensorflow")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 HOW = ("global", "dtype", "convert", "keras")
@@ -45,9 +47,7 @@ def main() -> None:
     for backend in arguments.backend.split(","):
         _in_processes(backend)
     if not arguments.only:
-        from sweeps.models_report import write
-
-        write(finished())
+        models_report.write(list(finished().values()))
 
 
 def _arguments() -> argparse.Namespace:
@@ -56,9 +56,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policy", default=",".join(POLICIES))
     parser.add_argument("--how", default=",".join(HOW))
     parser.add_argument("--only", default="", help="regular expression of names")
-    parser.add_argument(
-        "--fresh", action="store_true", help="forget the rows there are"
-    )
+    parser.add_argument("--fresh", action="store_true", help="forget all rows")
+    parser.add_argument("--again", action="store_true", help="forget failed rows")
     parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
