@@ -22,7 +22,7 @@ CHECK := $(VENV)/with-dev
 TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
 
-.PHONY: help demo test check clean $(TESTS)
+.PHONY: help demo test check sweep-layers clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -32,6 +32,7 @@ help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make check   format, lint, check types"
+	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make clean   remove what the other commands made"
 
 demo: $(DEMO)
@@ -41,6 +42,10 @@ test: $(TESTS)
 
 $(TESTS): test-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# An hour or two: every layer is compiled a dozen times on each backend.
+sweep-layers: $(TEST)
+	$(BIN)/python -m sweeps.layers
 
 # Continuous integration sets CI: there an unformatted file is a failure.
 check: $(CHECK)

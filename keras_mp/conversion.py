@@ -10,6 +10,14 @@ from keras_mp.parts import is_graph, layer_path
 from keras_mp.policies import HALF, Policy, policy_of, settle
 from keras_mp.scaling import rescale_optimizer
 
+# The attributes of a layer that a conversion changes.
+_CHANGED = (
+    "_dtype_policy",
+    "_convert_input_args",
+    "_keras_mp_as_they_come",
+    "_keras_mp_decision",
+    "_keras_mp_settled",
+)
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
@@ -61,7 +69,8 @@ def convert(model: Any, policy: Any) -> Any:
             symbolic.call_again(layer)
     except Exception as error:
         for attributes, state in before:
-            attributes.pop("_keras_mp_decision", None)
+            for name in _CHANGED:
+                attributes.pop(name, None)
             attributes.update(state)
         _recast_constants(layers)
         symbolic.refresh(model)
@@ -125,8 +134,7 @@ def _refuse_other_variables(layer: Any, policy: Any) -> None:
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    names = ("_dtype_policy", "_keras_mp_decision")
-    return {name: vars(layer)[name] for name in names if name in vars(layer)}
+    return {name: vars(layer)[name] for name in _CHANGED if name in vars(layer)}
 
 
 def _choose(model: Any, layers: list[Any], policy: Any) -> None:

@@ -456,8 +456,10 @@ def test_layers_that_do_not_compute_in_float32_are_left_alone():
     assert model.get_layer("wide").compute_dtype == wide
     assert same_bits(before, arrays(model.predict(X, verbose=0)))
     if lookup is not None:
+        before = lookup.compute_dtype
+        assert "float" not in before
         keras_mp.convert(lookup, "mixed_float16")
-        assert lookup.compute_dtype == "int64"
+        assert lookup.compute_dtype == before
 
 
 # Agreement afterwards -------------------------------------------------------------
@@ -560,6 +562,49 @@ def test_a_conversion_that_fails_names_the_layer_and_changes_nothing(before):
     assert snapshot(model) == state
     assert same_bits(want, arrays(model.predict(X, verbose=0)))
     train(model, X, Y)
+
+
+class WithoutGraph(keras.Model):
+    """A subclassed model, one of whose layers computes in float32 only."""
+
+    def __init__(self):
+        super().__init__(name="outer")
+        self.hidden = layers.Dense(4, name="hidden")
+        self.careful = OnlyFloat32(name="careful")
+
+    def call(self, x):
+        return self.careful(self.hidden(x))
+
+
+def test_so_does_one_of_a_subclassed_model_that_was_called_before():
+    model = WithoutGraph()
+    want = arrays(model.predict(X, verbose=0))
+    state = snapshot(model)
+    with pytest.raises(ValueError, match=r"'outer/careful' \(OnlyFloat32\) raises"):
+        keras_mp.convert(model, "mixed_bfloat16")
+    assert snapshot(model) == state
+    assert same_bits(want, arrays(model.predict(X, verbose=0)))
+    keras_mp.convert(model, keras_mp.MixedBFloat16(float32=[OnlyFloat32]))
+    model.predict(X, verbose=0)
+
+
+class NotSymbolic(keras.Model):
+    """A subclassed model that looks at values: it cannot be called symbolically."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(4)
+
+    def call(self, x):
+        y = self.hidden(x)
+        return y if np.sum(keras.ops.convert_to_numpy(x)) > 0 else -y
+
+
+def test_a_model_that_cannot_be_called_symbolically_is_converted_all_the_same():
+    model = NotSymbolic()
+    model(X)
+    keras_mp.convert(model, "mixed_float16")
+    assert dtype_of(model(X)) == "float16"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
