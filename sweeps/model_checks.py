@@ -14,10 +14,6 @@ import numpy as np
 import keras_mp
 from sweeps.model_cases import BATCH, Case, inputs, training
 
-POLICIES = {
-    "mixed_float16": keras_mp.MixedFloat16,
-    "mixed_bfloat16": keras_mp.MixedBFloat16,
-}
 # At the first scale, 2**15, the gradients of some models overflow. The scale is halved
 # at each skipped step; 15 of them bring it down to 1.
 STEPS = 16
@@ -40,20 +36,22 @@ class Run:
     Args:
         case: the model.
         policy: the name of a policy.
-        how: "global", "dtype" or "convert"; or "keras" for plain Keras' global policy.
+        how: "global", "dtype" or "convert"; in plain Keras "keras", by the global
+            policy, or "keras dtype".
         skipped: steps that the model is known to skip, and that need not be seen again.
     """
 
     def __init__(self, case: Case, policy: str, how: str, skipped: int = 0) -> None:
         self.case, self.policy, self.how = case, policy, how
         self.skipped = skipped
+        self.plain = how.startswith("keras")
 
     def result(self) -> Result:
         """Runs the checks, up to the first that fails."""
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         keras.config.set_dtype_policy("float32")
-        if self.how == "keras":
+        if self.plain:
             keras_mp.integration.uninstall()
         try:
             self._all_checks()
@@ -104,14 +102,11 @@ class Run:
             _same(before, after)
 
     def _mixed(self) -> Any:
-        policy = POLICIES[self.policy]()
-        if self.how == "keras":
-            keras.config.set_dtype_policy(self.policy)
+        policy = (keras.DTypePolicy if self.plain else keras_mp.Policy)(self.policy)
+        if self.how in ("global", "keras"):
+            keras.config.set_dtype_policy(policy)
             return self.case.build(None)
-        if self.how == "global":
-            keras_mp.set_global_policy(self.policy)
-            return self.case.build(None)
-        if self.how == "dtype":
+        if self.how in ("dtype", "keras dtype"):
             return self.case.build(policy)
         model = self.case.build(None)
         x = inputs(model)
@@ -142,7 +137,7 @@ class Run:
         # The shell of a Functional model computes nothing.
         if not any(layer.weights and not _is_model(layer) for layer in half):
             raise ValueError(f"no layer with weights computes in {dtype}")
-        if self.how == "keras":
+        if self.plain:
             return
         scaled = isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
         if scaled != (dtype == "float16"):
@@ -152,7 +147,7 @@ class Run:
         # Integers are ids or counts. Plain Keras' outputs are in half precision.
         floats = (t for t in tensors if keras.backend.is_float_dtype(str(t.dtype)))
         wrong = sorted({str(t.dtype) for t in floats} - {"float32"})
-        if wrong and self.how != "keras":
+        if wrong and not self.plain:
             raise ValueError(f"an output is {', '.join(wrong)}")
 
     def _train(self, model: Any, x: Any, y: Any) -> None:

@@ -23,7 +23,7 @@ from sweeps import models_report
 
 BACKENDS = ("jax", "tensorflow")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
-HOW = ("global", "dtype", "convert", "keras")
+HOW = ("global", "dtype", "convert", "keras", "keras dtype")
 REPOSITORY = pathlib.Path(__file__).parent.parent
 SCRATCH = REPOSITORY / "build" / "sweep-models.jsonl"
 
@@ -167,11 +167,11 @@ def _skipped(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> int:
 
 
 def _wanted(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> bool:
-    """Plain Keras is asked only where one of our ways has failed."""
-    if row["how"] != "keras":
-        return True
-    ours = (done.get(key({**row, "how": how})) for how in HOW)
-    return any(r and r["outcome"] != "ok" for r in ours)
+    """Plain Keras is asked only where we have failed."""
+    asked = models_report.PLAIN.values()
+    ways = [way for way, plain in models_report.PLAIN.items() if plain == row["how"]]
+    ours = [done.get(key({**row, "how": way})) for way in ways]
+    return row["how"] not in asked or any(r and r["outcome"] != "ok" for r in ours)
 
 
 if __name__ == "__main__":
