@@ -25,7 +25,7 @@ model went through all of this:
 - it is built; some layer with weights computes in half precision; the loss is scaled if
   that is float16, and only then; outputs that are floats are float32;
 - `fit` takes a step with a finite loss, after which all weights are finite and some
-  have changed; steps skipped before it, while the loss scale came down, are in the JSON;
+  have changed; how many were skipped before it, at larger scales, is in the JSON;
 - predictions are finite and float32; saved and opened under the float32 policy, it
   predicts the same to the bit;
 - `convert` there and back leaves the float32 predictions as they were, to the bit.
