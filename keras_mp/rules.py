@@ -133,8 +133,21 @@ RULES = RuleTable(
         ),
         Rule(
             "averages",
-            (layers.GlobalAveragePooling1D, layers.Average),
+            (
+                layers.GlobalAveragePooling1D,
+                layers.Average,
+                layers.AveragePooling3D,
+                layers.AdaptiveAveragePooling1D,
+                layers.AdaptiveAveragePooling2D,
+                layers.AdaptiveAveragePooling3D,
+            ),
             "the sum, and the count of a mask, pass 65504 where the average does not",
+            _MEASURED,
+        ),
+        Rule(
+            "Attention",
+            (layers.Attention,),
+            "products of queries and keys, which it does not scale, pass 65504",
             _MEASURED,
         ),
         Rule(
@@ -150,13 +163,6 @@ RULES = RuleTable(
             _MEASURED,
         ),
         Rule(
-            "adaptive average pooling",
-            (layers.AdaptiveAveragePooling1D, layers.AdaptiveAveragePooling2D),
-            "its windows grow with its input, and their sums are made in float16",
-            _MEASURED,
-            ("tensorflow",),
-        ),
-        Rule(
             "interpolated UpSampling2D",
             lambda layer: (
                 isinstance(layer, layers.UpSampling2D)
@@ -167,16 +173,11 @@ RULES = RuleTable(
             ("tensorflow",),
         ),
         Rule(
-            "3-D pooling",
-            (
-                layers.AveragePooling3D,
-                layers.MaxPooling3D,
-                layers.AdaptiveAveragePooling3D,
-                layers.AdaptiveMaxPooling3D,
-            ),
-            "there is no half-precision kernel for CPUs",
+            "3-D max pooling",
+            (layers.MaxPooling3D, layers.AdaptiveMaxPooling3D),
+            "there is no float16 kernel for CPUs",
             _MEASURED,
-            ("tensorflow", "torch"),
+            ("tensorflow",),
         ),
         Rule(
             "ConvLSTM3D",
@@ -186,8 +187,8 @@ RULES = RuleTable(
             ("tensorflow", "torch"),
         ),
         Rule(
-            "masked attention",
-            (layers.Attention, layers.AdditiveAttention),
+            "AdditiveAttention",
+            (layers.AdditiveAttention,),
             "a row whose every key is masked becomes nan",
             _MEASURED,
             ("torch",),
