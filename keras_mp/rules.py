@@ -145,9 +145,9 @@ RULES = RuleTable(
             _MEASURED,
         ),
         Rule(
-            "Attention",
-            (layers.Attention,),
-            "products of queries and keys, which it does not scale, pass 65504",
+            "Attention, AdditiveAttention",
+            (layers.Attention,),  # And its subclass.
+            "unscaled products pass 65504, and on torch masked rows become nan",
             _MEASURED,
         ),
         Rule(
@@ -185,13 +185,6 @@ RULES = RuleTable(
             "its bfloat16 gradient is garbage on CPUs",
             _MEASURED,
             ("tensorflow", "torch"),
-        ),
-        Rule(
-            "AdditiveAttention",
-            (layers.AdditiveAttention,),
-            "a row whose every key is masked becomes nan",
-            _MEASURED,
-            ("torch",),
         ),
         Rule(
             "NonMaxSuppression",

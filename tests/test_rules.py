@@ -234,11 +234,7 @@ PAIRS = {
         (lambda: layers.ConvLSTM3D(1, 1), np.ones((1, 2, 2, 2, 2, 1), "float32")),
         (lambda: layers.ConvLSTM1D(1, 1), np.ones((1, 2, 2, 1), "float32")),
     ),
-    "Attention": (
-        (lambda: layers.Attention(), [SEQUENCE, SEQUENCE]),
-        (lambda: layers.Concatenate(), [SEQUENCE, SEQUENCE]),
-    ),
-    "AdditiveAttention": (
+    "Attention, AdditiveAttention": (
         (lambda: layers.AdditiveAttention(), [SEQUENCE, SEQUENCE]),
         (lambda: layers.Concatenate(), [SEQUENCE, SEQUENCE]),
     ),
