@@ -103,6 +103,7 @@ RULES = RuleTable(
             lambda layer: isinstance(layer, layers.Masking) and layer.mask_value != 0,
             "half precision rounds what is compared with the mask value",
             _MEASURED,
+            ("tensorflow",),
         ),
         Rule(
             "activity_regularizer",
@@ -129,7 +130,7 @@ RULES = RuleTable(
             "SpectralNormalization",
             (layers.SpectralNormalization,),
             "it writes its weights anew in each step: rounded, and on torch not at all",
-            _MEASURED,
+            "Keras: its call assigns the kernel that it has normalized",
         ),
         Rule(
             "averages",
@@ -161,6 +162,7 @@ RULES = RuleTable(
             _sums_in_float16,
             f"sums of more than {WIDE} values pass 65504, or are far off on CPUs",
             _MEASURED,
+            ("jax", "tensorflow"),
         ),
         Rule(
             "interpolated UpSampling2D",
