@@ -18,8 +18,8 @@ ones: large, all zero, many, masked. Under Keras' own `mixed_float16` and
 `MixedBFloat16()` where that differs, each next to a float32 twin with the same weights.
 Measured on CPUs ({versions}).
 
-A number is the largest error of an output or a gradient, over all ways to run it
-(eager; compiled: `jit` on JAX, `graph` and `xla` on TensorFlow; two steps of `fit`),
+A number is the largest error of an output or a gradient, over all ways in which it was
+run ({ways}; `fit` is two steps of it),
 relative to the largest magnitude of that output or gradient in float32. In **bold**:
 **raises**, **not finite** where float32 is, **an error** that rounding does
 not explain. If only some ways of running it are, they follow in brackets. What rounding
@@ -54,6 +54,7 @@ def rendered(results: dict[str, Any]) -> str:
         INTRODUCTION.format(
             keras=versions[measured[0]]["keras"],
             versions=", ".join(f"{b} {versions[b][b]}" for b in measured),
+            ways="; ".join(f"{b}: {', '.join(_ways(results[b]))}" for b in measured),
         ),
         _row(["Cases that are wrong", *head[1:]]),
         _row(["---"] * len(head)),
@@ -107,3 +108,13 @@ def _said(modes: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     write()
+
+
+def _ways(results: dict[str, Any]) -> list[str]:
+    """How the layers were run: eager, jit, graph, xla, fit."""
+    outcomes = (
+        policies["stock"]
+        for by_dtype in results["cases"].values()
+        for policies in by_dtype.values()
+    )
+    return sorted({way for by_way in outcomes for way in by_way})
