@@ -131,6 +131,7 @@ RULES = RuleTable(
             (layers.SpectralNormalization,),
             "it writes its weights anew in each step: rounded, and on torch not at all",
             "Keras: its call assigns the kernel that it has normalized",
+            alone=True,
         ),
         Rule(
             "averages",
