@@ -1108,6 +1108,7 @@ def _pictures():
             x,
             terms=16,
             backends={"area": ("tensorflow",), "lanczos5": NO_LANCZOS}.get(method, ALL),
+            gradient=method != "area",  # TensorFlow has none for it, in any dtype.
         )
     yield Case(
         "Resizing, of 4000 pixels",
