@@ -294,7 +294,7 @@ def keep_output_in_float32(layer: Any) -> bool:
     """Turns an output layer to float32, if a policy of ours is what decided for it."""
     settle(layer)
     decision = decision_for(layer)
-    if decision is None or decision.rule is not None:
+    if decision is None or decision.goes_for_all:
         return False
     _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT))
     return True
