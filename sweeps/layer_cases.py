@@ -1,8 +1,9 @@
 """Every layer class of Keras with inputs to measure it on, the hard ones included.
 
 A case is a layer and what it is called with. Names are the class, then what is special
-about the case. Inputs whose last bits matter to the layer (tokens, ids) can be held exactly in both half dtypes, so that
-what is measured is the layer; raw data (`Normalization`) is what it would be.
+about the case. Inputs whose last bits matter to the layer (tokens, ids) can be held
+exactly in both half dtypes, so that what is measured is the layer; raw data
+(`Normalization`) is what it would be.
 """
 
 import dataclasses
