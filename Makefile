@@ -21,8 +21,9 @@ DEMO := $(VENV)/with-$(BACKEND),demo
 CHECK := $(VENV)/with-dev
 TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
+SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
 
-.PHONY: help demo test check sweep-layers clean $(TESTS)
+.PHONY: help demo test check sweep-layers sweep-models clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -33,6 +34,7 @@ help:
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make check   format, lint, check types"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
+	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
 	@echo "make clean   remove what the other commands made"
 
 demo: $(DEMO)
@@ -46,6 +48,10 @@ $(TESTS): test-%: $(TEST)
 # An hour or two: every layer is compiled a dozen times on each backend.
 sweep-layers: $(TEST)
 	$(BIN)/python -m sweeps.layers
+
+# A few hours; cut off, it goes on where it stopped.
+sweep-models: $(SWEEP_MODELS)
+	$(BIN)/python -m sweeps.models
 
 # Continuous integration sets CI: there an unformatted file is a failure.
 check: $(CHECK)

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
-from keras_mp.policies import chooser_of, decision_for, policy_of
+from keras_mp.policies import IN_FILES, chooser_of, decision_for, policy_of
 
 
 def own_get_config(model_class: type) -> type | None:
@@ -55,10 +55,20 @@ def _stock_policies(model: Any) -> Iterator[None]:
 
 
 def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
-    entries = {}
-    for layer in model._flatten_layers():
+    entries: dict[str, keras.DTypePolicy] = {}
+    within: set[int] = set()
+    for layer in model._flatten_layers():  # Parents come before their children.
         decision = decision_for(layer)
+        kept = decision is not None and decision.rule is not None
         policy = policy_of(layer)
-        if (decision and decision.rule) or policy.quantization_mode is not None:
+        if not layer.path or id(layer) in within:
+            continue
+        children = layer._flatten_layers(include_self=False)
+        if kept and not all(child.path for child in children):
+            # A map has no word for a layer without a path, such as a Dropout. So this
+            # one is kept in float32, with all of them, where keras_mp opens the file.
+            entries[IN_FILES + layer.path] = policy
+            within.update(map(id, children))
+        elif kept or policy.quantization_mode is not None:
             entries[layer.path] = policy
     return keras.dtype_policies.DTypePolicyMap(default, entries) if entries else default

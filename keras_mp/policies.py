@@ -14,13 +14,15 @@ import keras
 from keras_mp.hardware import recommended_policy
 from keras_mp.parts import children_of, layer_path, parts_of
 from keras_mp.rule import Rule, RuleTable, user_rule
-from keras_mp.rules import OUTPUT, WRAPPED, rules_with
+from keras_mp.rules import OUTPUT, STORED, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy as it stands.
 _OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _FLOAT32 = keras.DTypePolicy("float32")
 HALF = ("float16", "bfloat16")
+# Before the path of a layer in a file's map: it is in float32 with all its parts.
+IN_FILES = "keras_mp/"
 
 
 class _ChosenName(str):
@@ -67,7 +69,7 @@ class MixedPolicy(keras.DTypePolicy):
         """Returns `for_layer`'s policy with the rule that chose it, None for half."""
         rule = self._rule_for(layer)
         if rule is not None:
-            return Decision(keras.DTypePolicy("float32"), rule)
+            return Decision(keras.DTypePolicy("float32"), rule, self)
         if isinstance(layer, _OPAQUE):
             return Decision(keras.DTypePolicy(self._policy_name), None)
         return Decision(keras.DTypePolicy(self.name), None)
@@ -134,10 +136,22 @@ class MixedBFloat16(MixedPolicy):
 
 
 class Decision(NamedTuple):
-    """What was decided for a layer: the stock policy, and the rule if it is float32."""
+    """What was decided for a layer.
+
+    Attributes:
+        policy: the stock policy.
+        rule: why it is float32; None for half precision.
+        chooser: the policy of ours that decided by a rule.
+    """
 
     policy: keras.DTypePolicy
     rule: Rule | None
+    chooser: MixedPolicy | None = None
+
+    @property
+    def goes_for_all(self) -> bool:
+        """Does it keep in float32 what the layer holds, too?"""
+        return self.rule is not None and not self.rule.alone
 
 
 def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
@@ -205,14 +219,21 @@ def settle_by_class(layer: Any) -> None:
     if chooser is not None:
         for rule in chooser.rules:
             if isinstance(rule.applies, tuple) and rule.matches(layer):
-                _decide(layer, Decision(keras.DTypePolicy("float32"), rule))
+                _decide(layer, Decision(keras.DTypePolicy("float32"), rule, chooser))
                 return
 
 
 def settle(layer: Any) -> None:
     """Lets a policy of ours choose the layer's own, before its first call."""
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        if IN_FILES + layer_path(layer) in policy:
+            # Out of the map, which has no word for all that the layer is made of.
+            vars(layer)["_dtype_policy"] = keras.DTypePolicy("float32")
+            _decide(layer, Decision(layer.dtype_policy, STORED))
     decision = decision_for(layer)
-    chooser = chooser_of(policy_of(layer))
+    chooser = decision.chooser if decision else None
+    chooser = chooser or chooser_of(policy_of(layer))
     if decision is None:
         if chooser is None:
             return
@@ -222,7 +243,7 @@ def settle(layer: Any) -> None:
             layer._keras_mp_decision = Decision(policy_of(layer), None)
             return
     _carry_out(layer, decision)
-    if decision.rule is None and chooser and not isinstance(layer, _OPAQUE):
+    if not decision.goes_for_all and chooser and not isinstance(layer, _OPAQUE):
         _pass_on(layer, chooser)
     for part in parts_of(layer):
         settle(part)  # It may have no first call of its own.
@@ -260,7 +281,8 @@ def first_call(layer: Any) -> Iterator[None]:
         yield
         return
     before = keras.config.dtype_policy()
-    mine = decision.policy if decision.rule else chooser_of(decision.policy)
+    chooser = decision.chooser or chooser_of(decision.policy)
+    mine = decision.policy if decision.goes_for_all else chooser
     keras.config.set_dtype_policy(mine or before)
     try:
         yield
@@ -281,12 +303,17 @@ def keep_output_in_float32(layer: Any) -> bool:
 def _carry_out(layer: Any, decision: Decision) -> None:
     before = policy_of(layer)
     _decide(layer, decision)
-    if decision.rule is None and not isinstance(layer, _OPAQUE):
+    if not (decision.goes_for_all or isinstance(layer, _OPAQUE)):
         return
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
     for child in layer._flatten_layers(include_self=False):
         policy = policy_of(child)
-        if policy is before or chooser_of(policy) or _is_default(child, _copies(layer)):
+        if (
+            policy is before
+            or chooser_of(policy)
+            or decision_for(child)
+            or _is_default(child, _copies(layer))
+        ):
             _decide(child, decision)
 
 

@@ -24,6 +24,7 @@ class Rule:
         reason: one sentence.
         source: where the reason comes from.
         backends: the Keras backends on which it holds.
+        alone: it is about the layer itself, and not about the layers that it holds.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Rule:
     reason: str
     source: str
     backends: tuple[str, ...] = BACKENDS
+    alone: bool = False
 
     def matches(self, layer: Any) -> bool:
         """Does the rule keep this layer in float32, on the backend in use?"""

@@ -53,6 +53,15 @@ def _runs_long(layer: Any) -> bool:
     )
 
 
+def _is_non_max_suppression(layer: Any) -> bool:
+    # By name: to import KerasHub for it is out of the question.
+    kind = type(layer)
+    return (kind.__module__.split(".")[0], kind.__name__) == (
+        "keras_hub",
+        "NonMaxSuppression",
+    )
+
+
 _MEASURED = "sweeps/README.md"
 SOFTMAX = Rule(
     "softmax",
@@ -72,6 +81,12 @@ WRAPPED = Rule(
     "a wrapper computes in the precision of the layer that it wraps",
     "Keras: TimeDistributed calls the layer's `call` itself",
 )
+STORED = Rule(
+    "its file",
+    lambda layer: False,  # Decided where the file is read.
+    "it was in float32 when its model was saved",
+    "keras_mp/model_files.py",
+)
 RULES = RuleTable(
     (
         SOFTMAX,
@@ -88,6 +103,7 @@ RULES = RuleTable(
             lambda layer: isinstance(layer, layers.Masking) and layer.mask_value != 0,
             "half precision rounds what is compared with the mask value",
             _MEASURED,
+            ("tensorflow",),
         ),
         Rule(
             "activity_regularizer",
@@ -114,12 +130,26 @@ RULES = RuleTable(
             "SpectralNormalization",
             (layers.SpectralNormalization,),
             "it writes its weights anew in each step: rounded, and on torch not at all",
-            _MEASURED,
+            "Keras: its call assigns the kernel that it has normalized",
+            alone=True,
         ),
         Rule(
             "averages",
-            (layers.GlobalAveragePooling1D, layers.Average),
+            (
+                layers.GlobalAveragePooling1D,
+                layers.Average,
+                layers.AveragePooling3D,
+                layers.AdaptiveAveragePooling1D,
+                layers.AdaptiveAveragePooling2D,
+                layers.AdaptiveAveragePooling3D,
+            ),
             "the sum, and the count of a mask, pass 65504 where the average does not",
+            _MEASURED,
+        ),
+        Rule(
+            "Attention, AdditiveAttention",
+            (layers.Attention,),  # And its subclass.
+            "unscaled products pass 65504, and on torch masked rows become nan",
             _MEASURED,
         ),
         Rule(
@@ -133,13 +163,7 @@ RULES = RuleTable(
             _sums_in_float16,
             f"sums of more than {WIDE} values pass 65504, or are far off on CPUs",
             _MEASURED,
-        ),
-        Rule(
-            "adaptive average pooling",
-            (layers.AdaptiveAveragePooling1D, layers.AdaptiveAveragePooling2D),
-            "its windows grow with its input, and their sums are made in float16",
-            _MEASURED,
-            ("tensorflow",),
+            ("jax", "tensorflow"),
         ),
         Rule(
             "interpolated UpSampling2D",
@@ -152,16 +176,11 @@ RULES = RuleTable(
             ("tensorflow",),
         ),
         Rule(
-            "3-D pooling",
-            (
-                layers.AveragePooling3D,
-                layers.MaxPooling3D,
-                layers.AdaptiveAveragePooling3D,
-                layers.AdaptiveMaxPooling3D,
-            ),
-            "there is no half-precision kernel for CPUs",
+            "3-D max pooling",
+            (layers.MaxPooling3D, layers.AdaptiveMaxPooling3D),
+            "there is no float16 kernel for CPUs",
             _MEASURED,
-            ("tensorflow", "torch"),
+            ("tensorflow",),
         ),
         Rule(
             "ConvLSTM3D",
@@ -171,11 +190,10 @@ RULES = RuleTable(
             ("tensorflow", "torch"),
         ),
         Rule(
-            "masked attention",
-            (layers.Attention, layers.AdditiveAttention),
-            "a row whose every key is masked becomes nan",
-            _MEASURED,
-            ("torch",),
+            "NonMaxSuppression",
+            _is_non_max_suppression,
+            "areas of decoded boxes pass 65504, and scores are rounded",
+            "KerasHub 0.32, predictions of RetinaNetObjectDetector",
         ),
         Rule(
             "TorchModuleWrapper",

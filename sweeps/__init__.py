@@ -1,1 +1,1 @@
-"""Sweeps: what half precision does to every layer of Keras, measured."""
+"""Measurements too slow for the tests; results in README.md."""

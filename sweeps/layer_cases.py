@@ -1012,6 +1012,7 @@ def _pictures():
             lambda method=method: layers.Resizing(7, 10, method),
             x,
             backends={"area": ("tensorflow",), "lanczos5": NO_LANCZOS}.get(method, ALL),
+            gradient=method != "area",  # TensorFlow has none for it, in any dtype.
         )
     yield Case(
         "Resizing, of 4000 pixels",

@@ -18,11 +18,10 @@ ones: large, all zero, many, masked. Under Keras' own `mixed_float16` and
 `MixedBFloat16()` where that differs, each next to a float32 twin with the same weights.
 Measured on CPUs ({versions}).
 
-A number is the largest error of an output or a gradient, over all ways to run it
-(eager; compiled: `jit` on JAX, `graph` and `xla` on TensorFlow; two steps of `fit`),
-relative to the largest magnitude of that output or gradient in float32. In bold:
-**raises**, **not finite** where float32 is, **an error** that rounding does
-not explain: of results of magnitude m more than 6 sqrt(8) (u m + s), where u is 2^-11
+A number is the largest error of an output or a gradient, over all ways in which it was
+run ({ways}; `fit` is two steps of it), relative to the largest magnitude of that output
+or gradient in float32. In **bold**: **raises**, **not finite** where float32 is,
+**an error** that rounding does not explain: of results of magnitude m more than 6 sqrt(8) (u m + s), where u is 2^-11
 for float16 and 2^-8 for bfloat16 and s the smallest number that the dtype has
 ([`layer_errors.py`](layer_errors.py) has the reason). If only some ways of running it
 are wrong, they follow in brackets. [`layer_cases.py`](layer_cases.py) has the inputs,
@@ -53,6 +52,7 @@ def rendered(results: dict[str, Any]) -> str:
         INTRODUCTION.format(
             keras=versions[measured[0]]["keras"],
             versions=", ".join(f"{b} {versions[b][b]}" for b in measured),
+            ways="; ".join(f"{b}: {', '.join(_ways(results[b]))}" for b in measured),
         ),
         _row(["Cases that are wrong", *head[1:]]),
         _row(["---"] * len(head)),
@@ -106,3 +106,13 @@ def _said(modes: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     write()
+
+
+def _ways(results: dict[str, Any]) -> list[str]:
+    """How the layers were run: eager, jit, graph, xla, fit."""
+    outcomes = (
+        policies["stock"]
+        for by_dtype in results["cases"].values()
+        for policies in by_dtype.values()
+    )
+    return sorted({way for by_way in outcomes for way in by_way})

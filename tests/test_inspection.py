@@ -85,12 +85,15 @@ def test_a_quantized_layer_is_said_to_be():
 def test_the_parts_of_layers_and_the_layers_of_nested_models_are_shown_below_them():
     with keras_mp.policy_scope("mixed_float16"):
         inner = keras.Sequential(
-            [keras.Input((6, 16)), layers.Bidirectional(layers.LSTM(8), name="b")],
+            [
+                keras.Input((6, 16)),
+                layers.Bidirectional(layers.LSTM(8, name="l"), name="b"),
+            ],
             name="inner",
         )
         model = keras.Sequential([keras.Input((6, 16)), inner, layers.Dense(2)])
     paths = [row.path for row in keras_mp.inspect(model).layers]
-    assert paths[:3] == ["inner", "inner/b", "inner/b/forward_lstm"]
+    assert paths[:3] == ["inner", "inner/b", "inner/b/forward_l"]
     nested = rows(model)["inner"]
     assert (nested.compute_dtype, nested.decided_by) == (None, "its layers")
     assert nested.output_bytes is None  # Counted where it is made.

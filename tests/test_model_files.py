@@ -135,3 +135,58 @@ def test_without_the_seams_the_class_has_its_own_get_config_again(model):
 def test_a_model_in_float32_stores_what_it_would_store_without_keras_mp():
     model = Backbone(8)
     assert model.get_config()["dtype"]["config"] == {"name": "float32"}
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Block(layers.Layer):
+    """A layer of layers, of which the Dropout never has a path."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(shape[-1], name="dense", dtype=self.dtype_policy)
+        self.dense.build(shape)
+        self.attention = layers.MultiHeadAttention(
+            1, 4, dropout=0.1, name="attention", dtype=self.dtype_policy
+        )
+        self.attention.build(shape, shape)
+        self.dropout = layers.Dropout(0.1, dtype=self.dtype_policy)
+
+    def call(self, x):
+        x = self.dropout(self.dense(x))
+        return x + self.attention(x, x)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Deep(keras.Model):
+    """Ends in a layer of layers."""
+
+    get_config = Backbone.get_config
+    from_config = classmethod(Backbone.from_config.__func__)
+
+    def __init__(self, units, dtype=None, **kwargs):
+        inputs = keras.Input((3, 4))
+        x = Block(name="first", dtype=dtype)(inputs)
+        outputs = Block(name="last", dtype=dtype)(x)
+        super().__init__(inputs, outputs, **kwargs)
+        self.units = units
+        if dtype is not None:
+            self.dtype_policy = keras.dtype_policies.get(dtype)
+
+
+def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
+    x = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
+    model = keras_mp.convert(Deep(8), "mixed_float16")
+    last = model.get_layer("last")
+    assert {part.compute_dtype for part in last._flatten_layers()} == {"float32"}
+    y = model.predict(x, verbose=0)
+    path = tmp_path / "model.keras"
+    for _ in range(2):
+        model.save(path)
+        model = keras.models.load_model(path)
+        last = model.get_layer("last")
+        assert {part.compute_dtype for part in last._flatten_layers()} == {"float32"}
+        assert model.get_layer("first").compute_dtype == "float16"
+        np.testing.assert_array_equal(model.predict(x, verbose=0), y)
+    # Where keras_mp is missing it is in half precision, with all its parts.
+    keras_mp.integration.uninstall()
+    opened = keras.models.load_model(path)
+    np.testing.assert_allclose(opened.predict(x, verbose=0), y, atol=0.01)

@@ -175,7 +175,17 @@ def sequence(steps):
     return np.ones((1, steps, 1), "float32")
 
 
+class NonMaxSuppression(layers.Dense):
+    """Stands for KerasHub's layer."""
+
+    __module__ = "keras_hub.src.layers.modeling.non_max_supression"
+
+
 PAIRS = {
+    "NonMaxSuppression": (
+        (lambda: NonMaxSuppression(2), X),
+        (lambda: layers.Dense(2), X),
+    ),
     "softmax": (
         (lambda: layers.Softmax(), X),
         (lambda: layers.ReLU(), X),
@@ -212,15 +222,11 @@ PAIRS = {
         (lambda: layers.AveragePooling1D(1025), sequence(1025)),
         (lambda: layers.AveragePooling1D(1024), sequence(1024)),
     ),
-    "adaptive average pooling": (
-        (lambda: layers.AdaptiveAveragePooling2D(2), IMAGE),
-        (lambda: layers.MaxPooling2D(2), IMAGE),
-    ),
     "interpolated UpSampling2D": (
         (lambda: layers.UpSampling2D(2, interpolation="bilinear"), IMAGE),
         (lambda: layers.UpSampling2D(2), IMAGE),
     ),
-    "3-D pooling": (
+    "3-D max pooling": (
         (lambda: layers.MaxPooling3D(2), np.ones((1, 2, 2, 2, 1), "float32")),
         (lambda: layers.UpSampling3D(2), np.ones((1, 2, 2, 2, 1), "float32")),
     ),
@@ -228,8 +234,8 @@ PAIRS = {
         (lambda: layers.ConvLSTM3D(1, 1), np.ones((1, 2, 2, 2, 2, 1), "float32")),
         (lambda: layers.ConvLSTM1D(1, 1), np.ones((1, 2, 2, 1), "float32")),
     ),
-    "masked attention": (
-        (lambda: layers.Attention(), [SEQUENCE, SEQUENCE]),
+    "Attention, AdditiveAttention": (
+        (lambda: layers.AdditiveAttention(), [SEQUENCE, SEQUENCE]),
         (lambda: layers.Concatenate(), [SEQUENCE, SEQUENCE]),
     ),
     "SpectralNormalization": (

@@ -477,8 +477,9 @@ def test_a_saved_model_opens_and_predicts_the_same_without_keras_mp(
         # global policy, in Keras as well: there float32.
         atol = 5e-3 if name in ("net", "policies_per_layer") else 0
         if name == "sequence" and keras.backend.backend() == "jax":
-            # On CPUs its attention is made in float32, and rounded once at the end.
-            atol = 2**-11 * np.abs(b).max()
+            # On CPUs its attention is made in float32, and rounded once at the end: the
+            # last bit of a float16 may differ, which is 2^-10 of it at most.
+            atol = 2**-10 * np.abs(b).max()
         a = keras.ops.convert_to_numpy(a)
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND
 from keras import ops
 from keras.src import ops as keras_ops
 from test_conversion import dtype_of, dtypes_within
@@ -71,6 +70,10 @@ class Block(layers.Layer):
         return self.late(x)
 
 
+# A rule keeps SpectralNormalization in float32, but not what it wraps.
+KEPT = (Self, layers.InputLayer, layers.SpectralNormalization)
+
+
 def input_for(name):
     if name == "ConvLSTM2D":
         return IMAGE
@@ -82,14 +85,11 @@ def input_for(name):
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(name, dtype):
-    if name == "SpectralNormalization" and BACKEND == "torch":
-        pytest.skip("a rule keeps it in float32")
     wrapper = WRAPPERS[name](dtype=POLICIES[dtype]())
     with dtypes_within(wrapper) as computed:
         wrapper(input_for(name))
-    told = [x for x in wrapper._flatten_layers() if not isinstance(x, Self)]
-    for layer in told:
-        if not isinstance(layer, layers.InputLayer):
+    for layer in wrapper._flatten_layers():
+        if not isinstance(layer, KEPT):
             assert layer.compute_dtype == dtype, layer.name
             assert computed.get(id(layer), dtype) == dtype, layer.name
             assert layer.variable_dtype == "float32"
@@ -99,13 +99,11 @@ def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(name, dtype):
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_under_a_global_policy_computes_in_half_to_its_last_cell(name):
-    if name == "SpectralNormalization" and BACKEND == "torch":
-        pytest.skip("a rule keeps it in float32")
     with keras_mp.policy_scope("mixed_float16"):
         wrapper = WRAPPERS[name]()
         wrapper(input_for(name))
     for layer in wrapper._flatten_layers():
-        if not isinstance(layer, (Self, layers.InputLayer)):
+        if not isinstance(layer, KEPT):
             assert layer.compute_dtype == "float16", layer.name
 
 

@@ -1,0 +1,229 @@
+"""What one model goes through in the sweep, and which check it fails first."""
+
+import contextlib
+import gc
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+import keras_mp
+from sweeps.model_cases import BATCH, Case, inputs, training
+
+# At the first scale, 2**15, the gradients of some models overflow. The scale is halved
+# at each skipped step; 15 of them bring it down to 1.
+STEPS = 16
+
+
+class Failure(Exception):
+    """A check that a model did not pass."""
+
+
+class Result(NamedTuple):
+    """What came out: "ok" or the first failed check; and the steps skipped before."""
+
+    outcome: str
+    skipped: int
+
+
+class Run:
+    """One model, made mixed in one way, through all checks.
+
+    Args:
+        case: the model.
+        policy: the name of a policy.
+        how: "global", "dtype" or "convert"; in plain Keras "keras", by the global
+            policy, or "keras dtype".
+        skipped: steps that the model is known to skip, and that need not be seen again.
+    """
+
+    def __init__(self, case: Case, policy: str, how: str, skipped: int = 0) -> None:
+        self.case, self.policy, self.how = case, policy, how
+        self.skipped = skipped
+        self.plain = how.startswith("keras")
+
+    def result(self) -> Result:
+        """Runs the checks, up to the first that fails."""
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        keras.config.set_dtype_policy("float32")
+        if self.plain:
+            keras_mp.integration.uninstall()
+        try:
+            self._all_checks()
+            return Result("ok", self.skipped)
+        except Failure as failure:
+            return Result(str(failure), self.skipped)
+        finally:
+            keras.config.set_dtype_policy("float32")
+            keras_mp.integration.install()
+            gc.collect()
+
+    def _all_checks(self) -> None:
+        with _check("build"):
+            model = self._mixed()
+        with _check("compile"):
+            _take_statistics_from_the_batch(model)
+            x = inputs(model)
+            loss, targets = training(model, x, self.case.loss)
+            model.compile(
+                optimizer=keras.optimizers.SGD(1e-3),
+                jit_compile=keras.backend.backend() == "jax",
+                run_eagerly=self._eagerly(),
+                **loss,
+            )
+        with _check("computes in half precision"):
+            self._computes_in_half(model)
+        with _check("symbolic outputs in float32"):
+            self._are_float32(model.outputs)
+        with _check("train"):
+            self._train(model, x, targets)
+        with _check("predict"):
+            before = _predictions(model, x)
+            if not all(np.isfinite(p).all() for p in before):
+                raise ValueError("predictions are not finite")
+        with _check("predictions in float32"):
+            self._are_float32(before)
+        keras.config.set_dtype_policy("float32")
+        with _file() as path:
+            with _check("save"):
+                model.save(path)
+            del model
+            gc.collect()
+            with _check("open"):
+                opened = keras.saving.load_model(path)
+        with _check("predict when opened"):
+            after = _predictions(opened, x)
+        with _check("same predictions when opened"):
+            _same(before, after)
+
+    def _mixed(self) -> Any:
+        policy = (keras.DTypePolicy if self.plain else keras_mp.Policy)(self.policy)
+        if self.how in ("global", "keras"):
+            keras.config.set_dtype_policy(policy)
+            return self.case.build(None)
+        if self.how in ("dtype", "keras dtype"):
+            return self.case.build(policy)
+        model = self.case.build(None)
+        x = inputs(model)
+        with _check("predict in float32"):
+            before = _predictions(model, x)
+        with _check("convert"):
+            keras_mp.convert(model, self.policy)
+        with _check("predict when converted"):
+            _predictions(model, x)
+        with _check("convert to float32"):
+            keras_mp.convert(model, "float32")
+            after = _predictions(model, x)
+        with _check("the same predictions when converted to and fro"):
+            _same(before, after)
+        with _check("convert again"):
+            keras_mp.convert(model, self.policy)
+        return model
+
+    def _eagerly(self) -> bool:
+        # TensorFlow takes longer to trace the graph of a large model than for all else:
+        # one of the three ways does so, and plain Keras like it.
+        ways = ("global", "keras")
+        return keras.backend.backend() == "tensorflow" and self.how not in ways
+
+    def _computes_in_half(self, model: Any) -> None:
+        dtype = self.policy.removeprefix("mixed_")
+        half = [x for x in model._flatten_layers() if x.compute_dtype == dtype]
+        # The shell of a Functional model computes nothing.
+        if not any(layer.weights and not _is_model(layer) for layer in half):
+            raise ValueError(f"no layer with weights computes in {dtype}")
+        if self.plain:
+            return
+        scaled = isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+        if scaled != (dtype == "float16"):
+            raise ValueError(f"the loss is {'' if scaled else 'not '}scaled")
+
+    def _are_float32(self, tensors: Any) -> None:
+        # Integers are ids or counts. Plain Keras' outputs are in half precision.
+        floats = (t for t in tensors if keras.backend.is_float_dtype(str(t.dtype)))
+        wrong = sorted({str(t.dtype) for t in floats} - {"float32"})
+        if wrong and not self.plain:
+            raise ValueError(f"an output is {', '.join(wrong)}")
+
+    def _train(self, model: Any, x: Any, y: Any) -> None:
+        before = _prints(model.trainable_variables)
+        if self.skipped:
+            scale = model.optimizer.dynamic_scale
+            scale.assign(scale * 0.5**self.skipped)
+        for _ in range(STEPS - self.skipped):
+            # Not `model.fit`: that of KerasHub's SAM says that it does not train yet.
+            history = keras.Model.fit(model, x, y, batch_size=BATCH, verbose=0)
+            optimizer = model.optimizer
+            optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+            if int(optimizer.iterations):
+                break
+            self.skipped += 1
+        else:
+            raise ValueError(f"all of {STEPS} steps were skipped")
+        loss = history.history["loss"][-1]
+        if not np.isfinite(loss):
+            raise ValueError(f"the loss is {loss}")
+        for variable in model.variables:
+            value = keras.ops.convert_to_numpy(variable)
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                raise ValueError(f"{variable.path} is not finite")
+        if _prints(model.trainable_variables) == before:
+            raise ValueError("no weight changed")
+
+
+@contextlib.contextmanager
+def _check(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Failure:
+        raise
+    except Exception as error:  # Of whatever kind: it is what the sweep is for.
+        message = " ".join(str(error).split())
+        raise Failure(f"{name}: {type(error).__name__}: {message}") from error
+
+
+@contextlib.contextmanager
+def _file() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.path.join(folder, "model.keras")
+
+
+def _predictions(model: Any, x: Any) -> list[np.ndarray]:
+    if keras.backend.backend() == "tensorflow":
+        model.run_eagerly = True
+    predictions = model.predict(x, verbose=0)
+    return [np.asarray(p) for p in keras.tree.flatten(predictions)]
+
+
+def _same(before: list[np.ndarray], after: list[np.ndarray]) -> None:
+    for a, b in zip(before, after, strict=True):
+        if a.dtype != b.dtype:
+            raise ValueError(f"{a.dtype} became {b.dtype}")
+        if a.tobytes() != b.tobytes():
+            apart = np.abs(a.astype("float64") - b.astype("float64")).max()
+            raise ValueError(f"they differ by up to {apart:.2g}")
+
+
+def _prints(variables: Any) -> list[int]:
+    """Checksums: copies of the largest models would take gigabytes."""
+    arrays = (keras.ops.convert_to_numpy(v) for v in variables)
+    return [zlib.crc32(np.ascontiguousarray(a)) for a in arrays]
+
+
+def _take_statistics_from_the_batch(model: Any) -> None:
+    """Untrained statistics let deep residual networks overflow at inference.
+
+    In float32 too. With a momentum of 0 one step is enough to have trained ones.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = 0.0
+
+
+def _is_model(layer: Any) -> bool:
+    return isinstance(layer, keras.Model)
