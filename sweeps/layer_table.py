@@ -105,10 +105,6 @@ def _said(modes: dict[str, Any]) -> str:
     return word if len(hit) == len(modes) else f"{word} ({', '.join(hit)})"
 
 
-if __name__ == "__main__":
-    write()
-
-
 def _ways(results: dict[str, Any]) -> list[str]:
     """How the layers were run: eager, jit, graph, xla, fit."""
     outcomes = (
@@ -117,3 +113,7 @@ def _ways(results: dict[str, Any]) -> list[str]:
         for policies in by_dtype.values()
     )
     return sorted({way for by_way in outcomes for way in by_way})
+
+
+if __name__ == "__main__":
+    write()
