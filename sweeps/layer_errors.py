@@ -1,12 +1,14 @@
 """What half precision does to one layer, next to the same layer in float32.
 
 The tolerance of a result is 6 sqrt(n) (u m + s), m being the largest magnitude of the
-float32 result: u is the dtype's unit roundoff, s its smallest number, n the number of
-roundings in a row that the result can hold. Rounding errors are nearly independent, so
-n of them in a row add up to about sqrt(n) u and, but for one result in 10^7, to no more
-than 6 sqrt(n) u (Higham and Mary, A new approach to probabilistic rounding error
-analysis, 2019, Theorem 2.4: beyond lambda sqrt(n) u with a probability of at most
-2 exp(-lambda^2 / 2)).
+float32 result: u is the dtype's unit roundoff, s its smallest number, and n = 8 the
+number of roundings to it in a row. Rounding errors are nearly independent, so n of them
+in a row add up to about sqrt(n) u and, but for one result in 10^7, to no more than
+6 sqrt(n) u (Higham and Mary, A new approach to probabilistic rounding error analysis,
+2019, Theorem 2.4: beyond lambda sqrt(n) u with a probability of at most
+2 exp(-lambda^2 / 2)). Between input, weights, result and gradient no layer of Keras
+rounds more often in a row, as long as sums are made in float32 and rounded once: how
+many terms a sum has must not matter, and n is one number for all.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ from sweeps.layer_cases import Case
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
 LAMBDA = 6.0
+ROUNDINGS = 8
 STATUSES = ("ok", "error", "not finite", "raises")
 
 
@@ -48,9 +51,10 @@ class Outcome:
     message: str = ""
 
 
-def tolerance(dtype: str, terms: int, size: float) -> float:
+def tolerance(dtype: str, size: float) -> float:
     """The largest error that rounding explains, of results as large as `size`."""
-    return LAMBDA * math.sqrt(terms) * (UNIT_ROUNDOFF[dtype] * size + SMALLEST[dtype])
+    rounding = UNIT_ROUNDOFF[dtype] * size + SMALLEST[dtype]
+    return LAMBDA * math.sqrt(ROUNDINGS) * rounding
 
 
 def built(case: Case, policy: Any, like: Any = None) -> Any:
@@ -147,7 +151,7 @@ def _difference(
         return "not finite", None, f"{lost.sum() / defined.sum():.0%} of it"
     expected, actual = expected[defined], actual[defined]
     size = float(np.abs(expected).max(initial=0.0))
-    limit = tolerance(dtype, case.terms, size)
+    limit = tolerance(dtype, size)
     if case.draws:
         # Other numbers are drawn in another dtype: the means are to agree, within six
         # standard errors of the difference of two.

@@ -19,15 +19,14 @@ ones: large, all zero, many, masked. Under Keras' own `mixed_float16` and
 Measured on CPUs ({versions}).
 
 A number is the largest error of an output or a gradient, over all ways in which it was
-run ({ways}; `fit` is two steps of it),
-relative to the largest magnitude of that output or gradient in float32. In **bold**:
-**raises**, **not finite** where float32 is, **an error** that rounding does
-not explain. If only some ways of running it are, they follow in brackets. What rounding
-explains is 6 sqrt(n) (u m + s): u is 2^-11 for float16 and 2^-8 for bfloat16, m the
-largest magnitude, s the dtype's smallest number, n the number of roundings in a row
-([`layer_errors.py`](layer_errors.py) has the reason,
-[`layer_cases.py`](layer_cases.py) n and the inputs of each case,
-[`layers.json`](layers.json) each way of running it and what is raised).
+run ({ways}; `fit` is two steps of it), relative to the largest magnitude of that output
+or gradient in float32. In **bold**: **raises**, **not finite** where float32 is,
+**an error** that rounding does not explain: of results of magnitude m more than
+6 sqrt(8) (u m + s), where u is 2^-11 for float16 and 2^-8 for bfloat16 and s the
+smallest number that the dtype has ([`layer_errors.py`](layer_errors.py) has the
+reason). If only some ways of running it are wrong, they follow in brackets.
+[`layer_cases.py`](layer_cases.py) has the inputs, [`layers.json`](layers.json) each way
+of running each case, and what is raised.
 `make sweep-layers` measures anew.
 """
 
