@@ -13,6 +13,8 @@ no logic of its own:
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
     dot_product_attention        the backend's own, safe in float16
+    add, subtract, multiply      the backend's own; gradients are summed in float32
+    arange                       the backend's own, in float16 graphs as well
 """
 
 import functools
@@ -24,7 +26,7 @@ import keras
 from keras.src import backend as keras_backend
 
 from keras_mp import gradient_stage, model_files, model_inputs, symbolic
-from keras_mp.backend import attention, engine
+from keras_mp.backend import attention, broadcasting, engine, ranges
 from keras_mp.backend.logs import any_measured
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
@@ -73,6 +75,11 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("make_train_function", _definer("make_train_function"), _make_train_function),
         ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
         ("dot_product_attention", keras_backend.nn, attention.in_float16),
+        *(
+            (name, keras_backend.numpy, broadcasting.summed_in_float32)
+            for name in ("add", "subtract", "multiply")
+        ),
+        ("arange", keras_backend.numpy, ranges.in_float16),
     ]
 
 

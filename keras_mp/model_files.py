@@ -13,6 +13,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
+from keras_mp.parts import layer_path
 from keras_mp.policies import IN_FILES, chooser_of, decision_for, policy_of
 
 
@@ -61,14 +62,14 @@ def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
         decision = decision_for(layer)
         kept = decision is not None and decision.rule is not None
         policy = policy_of(layer)
-        if not layer.path or id(layer) in within:
+        if id(layer) in within:
             continue
-        children = layer._flatten_layers(include_self=False)
-        if kept and not all(child.path for child in children):
+        parts = layer._flatten_layers()
+        if kept and not all(part.path for part in parts):
             # A map has no word for a layer without a path, such as a Dropout. So this
             # one is kept in float32, with all of them, where keras_mp opens the file.
-            entries[IN_FILES + layer.path] = policy
-            within.update(map(id, children))
-        elif kept or policy.quantization_mode is not None:
+            entries[IN_FILES + layer_path(layer)] = policy
+            within.update(map(id, parts))
+        elif layer.path and (kept or policy.quantization_mode is not None):
             entries[layer.path] = policy
     return keras.dtype_policies.DTypePolicyMap(default, entries) if entries else default

@@ -38,9 +38,15 @@ def parts_of(layer: Any) -> list[Any]:
 
 
 def layer_path(layer: Any) -> str:
-    """The path of a layer, also during its first call, when Keras has none yet."""
+    """The path of a layer: for those to which Keras gives none that of its first call.
+
+    During the first call Keras has none yet, and to what is built when it is created
+    (Dropout, Activation) it never gives one.
+    """
     if layer.path:
         return layer.path
+    if noted := vars(layer).get("_keras_mp_path"):
+        return noted
     scope = current_path()
     return f"{scope}/{layer.name}" if scope else layer.name
 
@@ -59,7 +65,8 @@ def activation_of(layer: Any) -> str:
 
 
 def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Remembers what a layer was first called with, for those who ask below."""
+    """Remembers where and with what a layer was first called, for those who ask."""
+    vars(layer).setdefault("_keras_mp_path", layer_path(layer))
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
         vars(layer)["_keras_mp_input_shape"] = first.shape

@@ -199,10 +199,8 @@ def decision_for(layer: Any) -> Decision | None:
 
 def policy_of(layer: Any) -> Any:
     """The policy that a layer computes under: of a map, what stands at its path."""
-    policy = getattr(layer, "dtype_policy", None)
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return policy[layer_path(layer)]
-    return policy
+    policy: Any = getattr(layer, "dtype_policy", None)
+    return policy[layer_path(layer)] if _has_map(layer) else policy
 
 
 def is_half(policy: Any) -> bool:
@@ -225,12 +223,8 @@ def settle_by_class(layer: Any) -> None:
 
 def settle(layer: Any) -> None:
     """Lets a policy of ours choose the layer's own, before its first call."""
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        if IN_FILES + layer_path(layer) in policy:
-            # Out of the map, which has no word for all that the layer is made of.
-            vars(layer)["_dtype_policy"] = keras.DTypePolicy("float32")
-            _decide(layer, Decision(layer.dtype_policy, STORED))
+    if _has_map(layer):
+        _settle_by_map(layer)
     decision = decision_for(layer)
     chooser = decision.chooser if decision else None
     chooser = chooser or chooser_of(policy_of(layer))
@@ -249,16 +243,33 @@ def settle(layer: Any) -> None:
         settle(part)  # It may have no first call of its own.
 
 
+def _settle_by_map(layer: Any) -> None:
+    path = layer_path(layer)
+    if IN_FILES + path in layer.dtype_policy:
+        # Out of the map, which has no word for all that the layer is made of.
+        for part in filter(_has_map, layer._flatten_layers()):
+            vars(part)["_dtype_policy"] = _FLOAT32
+            _decide(part, Decision(_FLOAT32, STORED))
+    elif not layer.path:
+        # Keras knows it after it has cast the inputs, and of some layers never.
+        vars(layer)["_path"] = path
+
+
+def _has_map(layer: Any) -> bool:
+    policy = getattr(layer, "dtype_policy", None)
+    return isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+
+
 def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
     """The stock policy to store for a layer with one of ours; None for others.
 
     Keras cannot open a file that names a policy of ours where keras_mp is missing. A
     layer that was never called has one, and so has the map that a layer's is part of.
     """
-    policy = getattr(layer, "dtype_policy", None)
+    policy: Any = getattr(layer, "dtype_policy", None)
     if isinstance(policy, MixedPolicy):
         return policy.for_layer(layer)
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+    if _has_map(layer):
         if layer.path and not children_of(layer):
             # Opened, it has another path: Keras builds it outside of its model.
             return _stock(policy_of(layer))

@@ -325,6 +325,17 @@ _PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "SAMBackbone": _sam_parts,
 }
 
+
+def _retinanet(dtype: Any) -> Any:
+    build = _task("RetinaNetObjectDetector", "RetinaNetBackbone", num_classes=CLASSES)
+    model = build(dtype)
+    # The head gives the logarithms of the boxes' sizes: with random weights about 100,
+    # so that areas are not finite in float32.
+    for variable in model.box_head.trainable_variables[-2:]:
+        variable.assign(variable / 100)
+    return model
+
+
 _TASKS = {
     "AlbertTextClassifier": _task(
         "AlbertTextClassifier", "AlbertBackbone", num_classes=CLASSES
@@ -362,9 +373,7 @@ _TASKS = {
         num_classes=CLASSES,
         activation="softmax",
     ),
-    "RetinaNetObjectDetector": _task(
-        "RetinaNetObjectDetector", "RetinaNetBackbone", num_classes=CLASSES
-    ),
+    "RetinaNetObjectDetector": _retinanet,
     "RobertaTextClassifier": _task(
         "RobertaTextClassifier", "RobertaBackbone", num_classes=CLASSES
     ),

@@ -561,11 +561,11 @@ def test_the_sum_of_an_activity_regularizer_is_told():
     assert not told(dense(8), "elements")
 
 
-def test_a_wide_average_pooling_is_told_on_tensorflow():
+def test_a_wide_average_pooling_is_told_but_on_torch():
     def pooled(window):
         return stock(lambda: layers.AveragePooling1D(window), shape=(4096, 8))
 
-    assert bool(told(pooled(2304), "2304 values")) == (BACKEND == "tensorflow")
+    assert bool(told(pooled(256), "256 values")) == (BACKEND != "torch")
     assert not told(pooled(16), "values")
 
 

@@ -1575,3 +1575,54 @@ def test_a_variable_is_not_autocast_in_a_symbolic_call_on_torch():
     layer = Multiplies(dtype="mixed_float16")
     assert layer(keras.Input((2,))).dtype == "float32"
     assert dtype_of(layer(tensor(np.ones((1, 2))))) == "float16"
+
+
+# What is summed, and counted, in half precision ---------------------------------------
+
+
+@plain_keras
+@not_on_torch
+@fact
+def test_a_biass_gradient_stalls():
+    """Keras' `add` sums the gradient of a bias in bfloat16 on CPUs."""
+    dtype = "bfloat16"
+    x = ops.ones((16, 62, 62, 4), dtype)
+    bias = keras.Variable(np.zeros(4), dtype="float32")
+
+    def loss(value):
+        y = ops.add(x, ops.cast(value, dtype))
+        return ops.sum(ops.cast(y, "float32"))
+
+    if BACKEND == "jax":
+        import jax
+
+        gradient = jax.grad(loss)(bias.value)
+    else:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            total = loss(bias.value)
+        gradient = tape.gradient(total, bias.value)
+    assert ops.convert_to_numpy(gradient)[0] < 0.5 * 16 * 62 * 62
+
+
+@plain_keras
+@only_on_tensorflow
+@fact
+def test_arange_has_no_float16_in_graphs():
+    """`arange` raises for float16 inside a `tf.function`, and not outside."""
+    import tensorflow as tf
+
+    numbers = functools.partial(ops.arange, 3, dtype="float16")
+    numbers()
+    with pytest.raises(ValueError, match="range"):
+        tf.function(numbers)()
+
+
+@fact
+def test_a_layer_that_builds_itself_has_no_path():
+    """Keras sets `_path` when `build` is called, so a Dropout never has a path."""
+    layer = keras.layers.Dropout(0.5, name="dropout")
+    layer(np.ones((2, 2), "float32"))
+    assert layer.path is None
+    assert layer._path is None

@@ -190,3 +190,52 @@ def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
     keras_mp.integration.uninstall()
     opened = keras.models.load_model(path)
     np.testing.assert_allclose(opened.predict(x, verbose=0), y, atol=0.01)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Activated(keras.Model):
+    """Ends in a layer that never has a path, and holds another in a block."""
+
+    get_config = Backbone.get_config
+    from_config = classmethod(Backbone.from_config.__func__)
+
+    def __init__(self, units, dtype=None, **kwargs):
+        inputs = keras.Input((4,))
+        x = Gated(units, name="block", dtype=dtype)(inputs)
+        outputs = layers.ReLU(name="last", dtype=dtype)(x)
+        super().__init__(inputs, outputs, **kwargs)
+        self.units = units
+        if dtype is not None:
+            self.dtype_policy = keras.dtype_policies.get(dtype)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Gated(layers.Layer):
+    """Half precision but for its softmax."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(units, name="dense", dtype=self.dtype_policy)
+        self.gate = layers.Softmax(name="gate", dtype=self.dtype_policy)
+
+    def call(self, x):
+        x = self.dense(x)
+        return keras.ops.multiply(x, self.gate(x))
+
+
+def test_layers_without_a_path_open_in_the_precision_that_they_had(tmp_path):
+    model = Activated(8, dtype=keras_mp.MixedFloat16())
+    model.compile("sgd", "mse")
+    y = model.predict(X, verbose=0)
+    path = tmp_path / "model.keras"
+    for _ in range(2):
+        model.save(path)
+        model = keras.models.load_model(path)
+        found = {x.name: x.compute_dtype for x in model._flatten_layers()}
+        assert found["last"] == found["gate"] == "float32"
+        assert found["block"] == found["dense"] == "float16"
+        np.testing.assert_array_equal(model.predict(X, verbose=0), y)
+    # Where keras_mp is missing it opens, with these in half precision.
+    keras_mp.integration.uninstall()
+    opened = keras.models.load_model(path, compile=False)
+    np.testing.assert_allclose(opened.predict(X, verbose=0), y, atol=0.01)

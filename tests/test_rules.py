@@ -219,8 +219,8 @@ PAIRS = {
         (lambda: layers.LSTM(1), sequence(3)),
     ),
     "wide average pooling": (
-        (lambda: layers.AveragePooling1D(1025), sequence(1025)),
-        (lambda: layers.AveragePooling1D(1024), sequence(1024)),
+        (lambda: layers.AveragePooling1D(256), sequence(256)),
+        (lambda: layers.AveragePooling1D(128), sequence(128)),
     ),
     "interpolated UpSampling2D": (
         (lambda: layers.UpSampling2D(2, interpolation="bilinear"), IMAGE),

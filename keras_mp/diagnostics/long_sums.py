@@ -13,7 +13,7 @@ from keras.src.backend import get_keras_mask
 from keras.src.ops.numpy import Sum
 
 from keras_mp.policies import layer_path, policy_of
-from keras_mp.rules import LARGEST_COUNT, WIDE
+from keras_mp.rules import LARGEST_COUNT, is_wide_average
 
 layers = keras.layers
 _LARGEST = 65504
@@ -48,11 +48,9 @@ def _in_layer(layer: Any, node: Any) -> str:
     if isinstance(layer, layers.GlobalAveragePooling1D) and masked:
         steps = tensor.shape[1 if layer.data_format == "channels_last" else 2]
         return _sum_of(steps, "under a mask it sums")
-    pooling = (layers.AveragePooling1D, layers.AveragePooling2D)
-    if isinstance(layer, pooling) and keras.backend.backend() == "tensorflow":
+    if is_wide_average(layer) and keras.backend.backend() != "torch":
         window = math.prod(layer.pool_size)
-        if window > WIDE:
-            return f"on CPUs it sums {window} values in float16, and is far off."
+        return f"on CPUs it sums {window} values in float16, and is far off."
     if getattr(layer, "activity_regularizer", None) is not None:
         shape = node.outputs[0].shape[1:]
         count = None if None in shape else math.prod(shape)

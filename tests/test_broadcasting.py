@@ -1,0 +1,77 @@
+"""The gradient of what is broadcast is summed in float32, on every backend."""
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+from keras import ops
+
+import keras_mp  # noqa: F401 (puts the seams in)
+from sweeps.gradients import MODES, called
+from sweeps.layer_errors import tolerance
+
+# More terms than half precision can count, in a shape whose sum is made in one row.
+SHAPE = (16, 62, 62, 4)
+DTYPES = ["float16", "bfloat16"]
+
+
+class Broadcast(keras.layers.Layer):
+    """An operation with a weight of shape (channels,)."""
+
+    def __init__(self, operation, **options):
+        super().__init__(**options)
+        self.operation = getattr(ops, operation)
+
+    def build(self, shape):
+        self.weight = self.add_weight(
+            name="weight", shape=shape[-1:], initializer="ones"
+        )
+
+    def call(self, x):
+        return self.operation(x, self.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", ["add", "subtract", "multiply"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sum_of_61504_gradients_is_rounded_once(operation, dtype, mode):
+    def gradient(policy):
+        layer = Broadcast(operation, dtype=policy)
+        layer.build(SHAPE)
+        _, gradients = called(layer, [np.ones(SHAPE, "float32")], {}, mode, True)
+        return next(g for name, g in gradients.items() if "weight" in name)
+
+    expected, found = gradient("float32"), gradient(f"mixed_{dtype}")
+    limit = tolerance(dtype, np.abs(expected).max())
+    assert np.abs(found - expected).max() < limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_computed_is_the_same(dtype):
+    shapes = [((3, 4), (4,)), ((4,), (3, 4)), ((3, 1), (1, 4)), ((3, 4), (3, 4))]
+    random = np.random.default_rng(1)
+    for pair in shapes:
+        halves = [ops.cast(random.normal(size=s), dtype) for s in pair]
+        wide = [ops.cast(x, "float32") for x in halves]
+        for name in ("add", "subtract", "multiply"):
+            operation = getattr(ops, name)
+            got = run(operation, *halves)
+            assert keras.backend.standardize_dtype(got.dtype) == dtype
+            # A result of float32, which is exact, rounded once.
+            expected = ops.cast(operation(*wide), dtype)
+            assert ops.convert_to_numpy(ops.all(got == expected))
+
+
+def test_shapes_that_do_not_fit_are_told_in_the_backends_words():
+    a, b = (ops.zeros(s, "bfloat16") for s in ((3, 4), (5,)))
+    with pytest.raises(Exception, match="(?i)incompatible|must match"):
+        run(ops.add, a, b)
+
+
+def run(operation, *arguments):
+    """Traced on JAX, where nothing is changed outside of a trace."""
+    if BACKEND != "jax":
+        return operation(*arguments)
+    import jax
+
+    return jax.jit(operation)(*arguments)
