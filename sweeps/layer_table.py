@@ -4,14 +4,14 @@ import json
 import pathlib
 from typing import Any
 
-HERE = pathlib.Path(__file__).parent
-BEGIN, END = "<!-- layers -->", "<!-- end of layers -->"
+from sweeps.report import write_section
+
+RESULTS = pathlib.Path(__file__).with_name("layers.json")
 BACKENDS = ("jax", "tensorflow", "torch")
 DTYPES = ("float16", "bfloat16")
 WORST = ("ok", "error", "not finite", "raises")
 
-INTRODUCTION = """## Layers
-
+INTRODUCTION = """\
 Every layer class that Keras {keras} exports, on inputs that it would meet and on hard
 ones: large, all zero, many, masked. Under Keras' own `mixed_float16` and
 `mixed_bfloat16`, and after the arrow under `keras_mp.MixedFloat16()` and
@@ -31,16 +31,9 @@ of running each case, and what is raised.
 """
 
 
-def write(results: pathlib.Path = HERE / "layers.json") -> None:
-    """Puts the table into README.md, between its marks or at the end."""
-    text = f"{BEGIN}\n{rendered(json.loads(results.read_text()))}{END}\n"
-    readme = HERE / "README.md"
-    before = readme.read_text() if readme.exists() else "# Sweeps\n\n"
-    if BEGIN in before:
-        head, rest = before.split(BEGIN)
-        readme.write_text(head + text + rest.split(END + "\n")[1])
-    else:
-        readme.write_text(before + text)
+def write() -> None:
+    """Puts the table into README.md."""
+    write_section("Layers", rendered(json.loads(RESULTS.read_text())))
 
 
 def rendered(results: dict[str, Any]) -> str:
@@ -65,7 +58,7 @@ def rendered(results: dict[str, Any]) -> str:
     for name in sorted(names, key=str.lower):
         cells = [_cell(results[b]["cases"].get(name), dtype) for b, dtype in columns]
         lines.append(_row([name, *cells]))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _row(cells: list[str]) -> str:

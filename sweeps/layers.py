@@ -17,8 +17,8 @@ import warnings
 from typing import Any
 
 from sweeps import layer_table
+from sweeps.layer_table import RESULTS
 
-RESULTS = pathlib.Path(__file__).parent / "layers.json"
 BACKENDS = ("jax", "tensorflow", "torch")
 DTYPES = ("float16", "bfloat16")
 

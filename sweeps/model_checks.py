@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import keras_mp
-from sweeps.model_cases import BATCH, Case, inputs, training
+from sweeps.model_cases import Case, inputs, training
 
 # At the first scale, 2**15, the gradients of some models overflow. The scale is halved
 # at each skipped step; 15 of them bring it down to 1.
@@ -68,7 +68,7 @@ class Run:
             model = self._mixed()
         with _check("compile"):
             _take_statistics_from_the_batch(model)
-            x = inputs(model)
+            x = inputs(model, self.case.batch)
             loss, targets = training(model, x, self.case.loss)
             model.compile(
                 optimizer=keras.optimizers.SGD(1e-3),
@@ -109,7 +109,7 @@ class Run:
         if self.how in ("dtype", "keras dtype"):
             return self.case.build(policy)
         model = self.case.build(None)
-        x = inputs(model)
+        x = inputs(model, self.case.batch)
         with _check("predict in float32"):
             before = _predictions(model, x)
         with _check("convert"):
@@ -157,7 +157,9 @@ class Run:
             scale.assign(scale * 0.5**self.skipped)
         for _ in range(STEPS - self.skipped):
             # Not `model.fit`: that of KerasHub's SAM says that it does not train yet.
-            history = keras.Model.fit(model, x, y, batch_size=BATCH, verbose=0)
+            history = keras.Model.fit(
+                model, x, y, batch_size=self.case.batch, verbose=0
+            )
             optimizer = model.optimizer
             optimizer = getattr(optimizer, "inner_optimizer", optimizer)
             if int(optimizer.iterations):

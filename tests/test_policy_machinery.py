@@ -56,17 +56,19 @@ MAPS = {
 }
 
 
+def model_under(policy, how):
+    if how == "global":
+        with keras_mp.policy_scope(policy):
+            return small()
+    if how == "per layer":
+        return small(dtype=policy)
+    return keras_mp.convert(small(), policy)
+
+
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("how", ["global", "per layer", "converted"])
 def test_a_map_says_by_its_paths_what_layers_compute_in(how, name):
-    policy = MAPS[name]()
-    if how == "global":
-        with keras_mp.policy_scope(policy):
-            model = small()
-    elif how == "per layer":
-        model = small(dtype=policy)
-    else:
-        model = keras_mp.convert(small(), policy)
+    model = model_under(MAPS[name](), how)
     with dtypes_within(model) as seen:
         model(X)
     assert computes(model)[0] == seen[id(model.layers[0])] == "float16"
@@ -78,14 +80,7 @@ def test_a_map_says_by_its_paths_what_layers_compute_in(how, name):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("how", ["global", "per layer", "converted"])
 def test_files_of_a_map_hold_stock_policies(how, name, tmp_path):
-    policy = MAPS[name]()
-    if how == "global":
-        with keras_mp.policy_scope(policy):
-            model = small()
-    elif how == "per layer":
-        model = small(dtype=policy)
-    else:
-        model = keras_mp.convert(small(), policy)
+    model = model_under(MAPS[name](), how)
     want = model.predict(X, verbose=0)
     model.save(tmp_path / "model.keras")
     with zipfile.ZipFile(tmp_path / "model.keras") as file:
