@@ -3,6 +3,7 @@
 from keras_mp import callbacks, integration
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
+from keras_mp.diagnostics.diagnosis import diagnose
 from keras_mp.diagnostics.inspection import inspect
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.hardware import recommended_policy
@@ -20,6 +21,7 @@ __all__ = [
     "TrainingDivergedError",
     "callbacks",
     "convert",
+    "diagnose",
     "global_policy",
     "inspect",
     "keep_float32",

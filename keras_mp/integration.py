@@ -17,6 +17,7 @@ no logic of its own:
     arange                       the backend's own, in float16 graphs as well
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import keras
 from keras.src import backend as keras_backend
 
 from keras_mp import gradient_stage, model_files, model_inputs, symbolic
-from keras_mp.backend import attention, broadcasting, engine, ranges
+from keras_mp.backend import arange, attention, broadcasting, engine
 from keras_mp.backend.logs import any_measured
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
@@ -79,7 +80,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
             (name, keras_backend.numpy, broadcasting.summed_in_float32)
             for name in ("add", "subtract", "multiply")
         ),
-        ("arange", keras_backend.numpy, ranges.in_float16),
+        ("arange", keras_backend.numpy, arange.in_float16),
     ]
 
 
@@ -265,3 +266,23 @@ def _watch_skips(model: Any) -> None:
         return train_function(*args)
 
     model.train_function = watched
+
+
+@contextlib.contextmanager
+def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -> Any:
+    """Lets `make(operation, call, args, kwargs)` make the calls of layers meanwhile.
+
+    And those of the operations of a graph. `Operation.__call__` is what a layer's own
+    call ends in, after the casts of its inputs.
+    """
+    original = vars(keras.Operation)["__call__"]
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(self, functools.partial(original, self), args, kwargs)
+
+    keras.Operation.__call__ = __call__
+    try:
+        yield
+    finally:
+        keras.Operation.__call__ = original

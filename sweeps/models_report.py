@@ -33,9 +33,9 @@ model went through all of this:
 `make sweep-models` makes it anew, on CPUs: JAX compiles, at XLA's lowest level of
 optimization; TensorFlow trains in a graph for the global policy, and does all else
 eagerly. Images are 64 by 64 or the least that the architecture takes, batches of 2 (of
-8 for EfficientNet and Inception), and BatchNormalization has a momentum of 0, so that
-one step leaves statistics that are trained. `keras.applications` has no `dtype=`: its
-layers are cloned with it.
+8 for EfficientNet, Inception and ResNet), and BatchNormalization has a momentum of 0,
+so that one step leaves statistics that are trained. `keras.applications` has no
+`dtype=`: its layers are cloned with it.
 """
 
 

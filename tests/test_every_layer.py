@@ -19,6 +19,17 @@ MODE = "jit" if "jit" in MODES else "eager"
 # What Keras cannot compile on JAX.
 NOT_COMPILED = {"MaxNumBoundingBoxes", "RandomCrop", "RandomElasticTransform"}
 POLICIES = [keras_mp.MixedFloat16(), keras_mp.MixedBFloat16()]
+ALL = cases(keras.backend.backend())
+
+
+def pairs():
+    """Each case under both policies; on JAX, which compiles long, under one in turn.
+
+    `make sweep-layers` measures both there too.
+    """
+    for number, case in enumerate(ALL):
+        here = POLICIES if "jit" not in MODES else [POLICIES[number % 2]]
+        yield from (pytest.param(case, p, id=f"{case.name}-{p.name}") for p in here)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,10 +56,7 @@ def in_float32(case):
 
 
 @pytest.mark.filterwarnings("ignore")  # What layers say of hard inputs is not ours.
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize(
-    "case", cases(keras.backend.backend()), ids=lambda case: case.name
-)
+@pytest.mark.parametrize(("case", "policy"), list(pairs()))
 def test_outputs_and_gradients_are_those_of_float32(case, policy):
     twin, expected = in_float32(case)
     layer = built(case, policy, twin)

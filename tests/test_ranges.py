@@ -1,37 +1,85 @@
-"""`arange` in float16, compiled."""
+"""Ranges against what NumPy's own float16 does."""
 
-import keras
+import math
+
 import numpy as np
 import pytest
-from backends import BACKEND
-from keras import ops
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
-import keras_mp  # noqa: F401 (puts the seams in)
+from keras_mp.diagnostics.ranges import BFLOAT16, FLOAT16, joined, range_of
 
-
-def compiled(function):
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(function)
-    if BACKEND == "jax":
-        import jax
-
-        return jax.jit(function)
-    return function
+floats = hnp.arrays(
+    "float32",
+    st.integers(1, 40),
+    elements=st.floats(width=32, allow_nan=True, allow_infinity=True),
+)
+powers = st.integers(-30, 30).map(lambda k: 2.0**k)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", None])
-@pytest.mark.parametrize("arguments", [(5,), (2, 9), (1, 9, 3)])
-def test_numbers_in_a_row(arguments, dtype):
-    found = compiled(lambda: ops.arange(*arguments, dtype=dtype))()
-    assert keras.backend.standardize_dtype(found.dtype) == (dtype or "int32")
-    found = ops.convert_to_numpy(ops.cast(found, "float32"))
-    np.testing.assert_array_equal(found, np.arange(*arguments))
+@pytest.mark.filterwarnings("ignore:overflow")
+@given(floats, powers)
+def test_shares_are_those_of_numpys_float16(array, scale):
+    found = range_of(array)
+    wide = array.astype("float64") * scale
+    half = wide.astype("float16")
+    finite = np.isfinite(array)
+    beyond = np.abs(wide) >= 65536
+    assert found.overflowing(FLOAT16, scale) >= np.mean(~finite | beyond)
+    assert found.overflowing(FLOAT16, scale) <= np.mean(
+        ~np.isfinite(half) | (np.abs(wide) > 65504)
+    )
+    below = np.abs(wide) < 2.0**-25
+    assert found.vanishing(FLOAT16, scale) == np.mean(below & (array != 0))
+    assert np.all(half[below] == 0)
+    subnormal = (np.abs(wide) < 2.0**-14) & (np.abs(wide) >= 2.0**-24)
+    assert found.subnormal(FLOAT16, scale) == np.mean(subnormal)
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="JAX asks for a length that it knows")
-def test_the_bounds_may_be_tensors_of_float16():
-    stop = ops.convert_to_tensor(3.0, "float16")
-    found = compiled(lambda: ops.arange(0.0, stop, dtype="float16"))()
-    np.testing.assert_array_equal(ops.convert_to_numpy(found), [0, 1, 2])
+@given(floats)
+def test_every_element_is_counted_once(array):
+    found = range_of(array)
+    counted = found.zeros + found.nans + found.infinities + found.counts.sum()
+    assert counted == found.size == array.size
+
+
+@given(floats, floats)
+def test_ranges_join_as_their_tensors_do(a, b):
+    whole, parts = range_of(np.concatenate([a, b])), joined([range_of(a), range_of(b)])
+    for name in ("size", "zeros", "nans", "infinities", "smallest", "largest"):
+        assert getattr(whole, name) == getattr(parts, name)
+    assert whole.histogram == parts.histogram
+    np.testing.assert_allclose(whole.sums, parts.sums)
+
+
+def test_exponents_are_those_of_powers_of_two():
+    array = np.array([1, 1.5, 2, -0.75, 0, 65504, 2.0**-24], "float32")
+    assert range_of(array).histogram == {-24: 1, -1: 1, 0: 2, 1: 1, 15: 1}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "bool"])
+def test_arrays_of_any_dtype_have_a_range(dtype):
+    assert range_of(np.ones((2, 3), dtype)).histogram == {0: 6}
+
+
+def test_what_is_lost_is_a_share_of_the_sum():
+    found = range_of(np.array([1, 2.0**-30, 2.0**-30], "float32"))
+    assert found.vanishing(FLOAT16) == pytest.approx(2 / 3)
+    assert found.lost(FLOAT16) == pytest.approx(2.0**-29)
+    assert found.lost(FLOAT16, 2.0**6) == 0
+    assert found.lost(BFLOAT16) == 0
+
+
+def test_headroom_is_in_powers_of_two():
+    found = range_of(np.array([1, 2.0**-20], "float32"))
+    assert found.headroom(FLOAT16) == (15, 4)
+    assert found.headroom(FLOAT16, 2.0**16) == (-1, 20)
+    assert found.headroom(BFLOAT16) == (127, 113)
+
+
+def test_of_nothing_there_is_nothing():
+    empty = range_of(np.zeros((0, 3), "float32"))
+    assert empty.size == 0 and empty.overflowing(FLOAT16) == 0
+    assert range_of(np.zeros(3)).headroom(FLOAT16) == (0, 0)
+    assert math.isclose(range_of(np.zeros(3)).lost(FLOAT16), 0)

@@ -1,4 +1,4 @@
-"""Pictures of a training: the only file that imports matplotlib.
+"""Pictures of a training and of ranges: the only file that imports matplotlib.
 
 Figures are built without `pyplot`, so that drawing one neither opens a window nor
 changes what a notebook or a script has set up for itself.
@@ -6,15 +6,19 @@ changes what a notebook or a script has set up for itself.
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from keras_mp.diagnostics.ranges import FLOAT16, Range
 
 # Broad to narrow, solid to dotted: curves that coincide can all be seen, and told
 # apart without colour. The colours are Okabe and Ito's.
@@ -23,6 +27,7 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#D55E00", "linewidth": 2.2, "linestyle": "-"},
     {"color": "#000000", "linewidth": 1.4, "linestyle": (0, (2, 2))},
 )
+_COLOURS = ("#0072B2", "#E69F00")  # Okabe and Ito's.
 
 
 def plot_training(
@@ -127,3 +132,61 @@ def _say_scales(scales: Sequence[float], skipped_steps: Sequence[int]) -> str:
         else "never grows, as there were not enough finite steps in a row"
     )
     return f"Right: the loss scale. {skipped}, and {grown}."
+
+
+def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
+    """Draws histograms of exponents, and what float16 holds of them.
+
+    Args:
+        ranges: what the gradients are by -> their range, unscaled.
+        scale: the loss scale.
+
+    Returns:
+        A figure with a caption, on an Agg canvas: what figure 3 of Micikevicius et al.,
+        Mixed Precision Training, 2018, shows.
+    """
+    figure = Figure(figsize=(9, 5), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shift = math.floor(math.log2(scale))
+    present = [e for r in ranges.values() for e in r.histogram]
+    low = min([*present, FLOAT16.lowest - shift]) - 2
+    high = max([*present, FLOAT16.highest - shift]) + 2
+    exponents = np.arange(low, high + 1)
+    width = 0.8 / max(len(ranges), 1)
+    for index, (name, found) in enumerate(ranges.items()):
+        shares = [
+            100 * found.histogram.get(int(e), 0) / (found.size or 1) for e in exponents
+        ]
+        axes.bar(
+            exponents + (index - (len(ranges) - 1) / 2) * width,
+            shares,
+            width,
+            zorder=2,
+            color=_COLOURS[index % len(_COLOURS)],
+            label=f"gradients by {name} ({found.zeros / (found.size or 1):.0%} are 0)",
+        )
+    lowest, normal = FLOAT16.lowest - shift, FLOAT16.lowest_normal - shift
+    axes.axvspan(low, lowest - 1.5, color="#D55E00", alpha=0.15, label="become 0")
+    axes.axvspan(
+        lowest - 1.5, normal - 0.5, color="#F0E442", alpha=0.25, label="subnormal"
+    )
+    axes.axvspan(
+        FLOAT16.highest - shift + 0.5,
+        high,
+        color="#CC79A7",
+        alpha=0.25,
+        label="overflow",
+    )
+    axes.set_xlim(low, high)
+    axes.set_xlabel("exponent e of the unscaled gradient: 2^e to 2^(e+1)")
+    axes.set_ylabel("share of the elements (%)")
+    axes.legend(loc="best", fontsize=8)
+    caption = (
+        "Gradients by their exponents, and what float16 holds of them at a loss scale "
+        f"of {scale:g} (2^{shift}): what stands left of the yellow band becomes 0, "
+        "what stands right of the white one overflows."
+    )
+    figure.text(0.02, 0.02, textwrap.fill(caption, 120), fontsize=9, va="bottom")
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    return figure

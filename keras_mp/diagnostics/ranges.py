@@ -1,0 +1,163 @@
+"""The range of a tensor's magnitudes against those that a dtype holds, in NumPy.
+
+A range counts magnitudes by exponents: exponent e stands for 2^e <= |x| < 2^(e+1), as
+figure 3 of Micikevicius et al., Mixed Precision Training, 2018, shows gradients. A
+loss scale of 2^k moves them by k, so one range answers for every scale.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+LOWEST, HIGHEST = -150, 128  # Exponents beyond float32's: none is left out.
+_EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The magnitudes that a dtype holds.
+
+    Attributes:
+        name: the dtype.
+        largest: its largest number.
+        lowest_normal: the exponent of its smallest normal number.
+        lowest: the exponent of its smallest number.
+    """
+
+    name: str
+    largest: float
+    lowest_normal: int
+    lowest: int
+
+    @property
+    def highest(self) -> int:
+        """The exponent of its largest number."""
+        return math.frexp(self.largest)[1] - 1
+
+
+FLOAT16 = Format("float16", 65504.0, -14, -24)
+# The largest bfloat16 is 2^128 (1 - 2^-8), its subnormal numbers end at 2^-133.
+BFLOAT16 = Format("bfloat16", float(2.0**128 * (1 - 2.0**-8)), -126, -133)
+FORMATS = {f.name: f for f in (FLOAT16, BFLOAT16)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Range:
+    """How large the elements of one or several tensors are.
+
+    Attributes:
+        size: the number of elements.
+        zeros, nans, infinities: how many of them are that.
+        smallest, largest: of the magnitudes that are finite and not 0; 0 if none is.
+        counts: how many magnitudes have each exponent, from LOWEST to HIGHEST.
+        sums: the sums of the magnitudes that have it.
+    """
+
+    size: int
+    zeros: int
+    nans: int
+    infinities: int
+    smallest: float
+    largest: float
+    counts: np.ndarray
+    sums: np.ndarray
+
+    @property
+    def finite(self) -> bool:
+        return not self.nans and not self.infinities
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Exponent -> number of elements, without those that do not occur."""
+        return {
+            int(e): int(n) for e, n in zip(_EXPONENTS, self.counts, strict=True) if n
+        }
+
+    def overflowing(self, format: Format, scale: float = 1.0) -> float:
+        """The share of all elements that `format` cannot hold, times `scale`."""
+        above = self.counts[_shifted(scale) > format.highest].sum()
+        # The exponent of the largest number is shared by numbers beyond it.
+        above = max(above, int(self.largest * scale > format.largest))
+        return self._share(above + self.nans + self.infinities)
+
+    def subnormal(self, format: Format, scale: float = 1.0) -> float:
+        """The share of all elements that `format` holds with fewer bits."""
+        exponents = _shifted(scale)
+        within = (exponents < format.lowest_normal) & (exponents >= format.lowest)
+        return self._share(self.counts[within].sum())
+
+    def vanishing(self, format: Format, scale: float = 1.0) -> float:
+        """The share of all elements that are not 0 and become 0 in `format`.
+
+        Those of an exponent one below the smallest number's round up to it.
+        """
+        return self._share(self.counts[_shifted(scale) < format.lowest - 1].sum())
+
+    def lost(self, format: Format, scale: float = 1.0) -> float:
+        """The share of the sum of all magnitudes that vanishes with them."""
+        total = self.sums.sum()
+        gone = self.sums[_shifted(scale) < format.lowest - 1].sum()
+        return float(gone / total) if total else 0.0
+
+    def headroom(self, format: Format, scale: float = 1.0) -> tuple[int, int]:
+        """Powers of two left above the largest element and below the smallest one.
+
+        Negative where an element is beyond; 0 and 0 of a range without magnitudes.
+        """
+        if not self.largest:
+            return 0, 0
+        top = math.floor(math.log2(format.largest) - math.log2(self.largest * scale))
+        bottom = math.floor(math.log2(self.smallest * scale)) - format.lowest
+        return top, bottom
+
+    def _share(self, count: Any) -> float:
+        return float(count) / self.size if self.size else 0.0
+
+
+def range_of(array: Any) -> Range:
+    """The range of one array of floating-point numbers."""
+    values = np.abs(np.asarray(array)).ravel()
+    if values.dtype.itemsize < 4 or values.dtype.kind not in "f":
+        values = values.astype("float32")
+    finite = np.isfinite(values)
+    magnitudes = values[finite & (values > 0)]
+    exponents = np.clip(np.frexp(magnitudes)[1] - 1, LOWEST, HIGHEST) - LOWEST
+    length = len(_EXPONENTS)
+    wide = magnitudes.astype("float64")
+    return Range(
+        size=values.size,
+        zeros=int(np.count_nonzero(values == 0)),
+        nans=int(np.count_nonzero(np.isnan(values))),
+        infinities=int(np.count_nonzero(np.isinf(values))),
+        smallest=float(magnitudes.min()) if magnitudes.size else 0.0,
+        largest=float(magnitudes.max()) if magnitudes.size else 0.0,
+        counts=np.bincount(exponents, minlength=length),
+        sums=np.bincount(exponents, weights=wide, minlength=length),
+    )
+
+
+def joined(ranges: Iterable[Range]) -> Range:
+    """The range of all elements of several tensors together."""
+    return functools.reduce(_joined, ranges, range_of(np.zeros(0, "float32")))
+
+
+def _joined(a: Range, b: Range) -> Range:
+    smallest = [r.smallest for r in (a, b) if r.smallest]
+    return Range(
+        size=a.size + b.size,
+        zeros=a.zeros + b.zeros,
+        nans=a.nans + b.nans,
+        infinities=a.infinities + b.infinities,
+        smallest=min(smallest, default=0.0),
+        largest=max(a.largest, b.largest),
+        counts=a.counts + b.counts,
+        sums=a.sums + b.sums,
+    )
+
+
+def _shifted(scale: float) -> np.ndarray:
+    return _EXPONENTS + math.floor(math.log2(scale))

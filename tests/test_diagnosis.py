@@ -1,0 +1,392 @@
+"""`diagnose`: planted faults are found, and the model stays as it was."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, same_bits, values
+from keras import layers, ops
+
+import keras_mp
+from keras_mp.policies import policy_of
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(16, 8)).astype("float32")
+LAYERS = 100
+
+
+class Fault(layers.Layer):
+    """Returns small numbers, by way of something that precision does not survive."""
+
+    def call(self, x):
+        return self.wrong(x)
+
+
+class Loud(Fault):
+    def wrong(self, x):
+        return x * 1e3 * 1e3
+
+
+class Muted(Fault):
+    """Passes its input on; of its weight's gradient next to nothing is left."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(name="weight", shape=shape[-1:])
+
+    def wrong(self, x):
+        return x + x * self.weight * 1e-4 * 1e-4 * 1e-4 * 1e-4
+
+
+class Squared(Fault):
+    """Infinity less infinity in float16, nothing in float32."""
+
+    def wrong(self, x):
+        square = (x * 0 + 300) ** 2
+        return x + (square - square)
+
+
+class Logarithm(Fault):
+    """nan in any dtype."""
+
+    def wrong(self, x):
+        return x + ops.log(x * 0 - 1)
+
+
+class Normalized(Fault):
+    epsilon = 1e-9
+
+    def wrong(self, x):
+        zero = x * 0
+        return x + zero / (ops.abs(zero) + self.epsilon)
+
+
+class Residual(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8, name="dense")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return x + self.dense(x) * 0.01
+
+
+def chain(fault):
+    """100 layers, two in each block, with a fault among them."""
+    made = [Residual(name=f"block_{i}") for i in range(LAYERS // 2)]
+    made.insert(30, fault(name="fault"))
+    if fault is Loud:
+        made.insert(31, layers.Rescaling(1e-6, name="quiet", dtype="float32"))
+    return made
+
+
+def flat(fault):
+    return keras.Sequential([keras.Input((8,)), *chain(fault)], name="flat")
+
+
+def nested(fault):
+    inner = keras.Sequential([keras.Input((8,)), *chain(fault)], name="inner")
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, layers.Dense(8, name="head")(inner(inputs)))
+
+
+class Subclassed(keras.Model):
+    def __init__(self, fault):
+        super().__init__(name="own")
+        self.blocks = chain(fault)
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+PATHS = {flat: "flat/fault", nested: "inner/fault", Subclassed: "own/fault"}
+
+
+def compiled(build, fault, policy="mixed_float16"):
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        model = build(fault)
+    # Without a compilation of 100 layers for each of them.
+    model.compile(keras.optimizers.SGD(1e-3), "mse", run_eagerly=True)
+    return model
+
+
+every_way = pytest.mark.parametrize("build", PATHS)
+
+
+@every_way
+def test_an_output_past_65504_is_found(build):
+    report = keras_mp.diagnose(compiled(build, Loud), X, Y)
+    path = fault_of(report)
+    assert report.verdict.overflowing[0].path == path
+    assert path in report.sentences[0] and "65504" in report.sentences[0]
+    assert path in report.kept
+    assert not report.verdict.fits
+
+
+@every_way
+def test_a_gradient_that_is_all_below_float16_is_found(build):
+    report = keras_mp.diagnose(compiled(build, Muted), X, Y)
+    path = fault_of(report)
+    lost = {m.path: m.range for m in report.verdict.too_small}
+    assert f"{path}/weight" in lost
+    assert lost[f"{path}/weight"].largest * report.scale < 2.0**-25
+    assert any(f"{path}/weight loses 100%" in s for s in report.sentences)
+    assert path in report.kept
+
+
+@every_way
+def test_a_nan_that_is_born_in_half_precision_is_found(build):
+    report = keras_mp.diagnose(compiled(build, Squared), X, Y)
+    path = fault_of(report)
+    assert report.broken == path and not report.broken_in_float32
+    assert path in report.sentences[0]
+    assert report.kept == (path,)
+    assert report.cured
+
+
+@every_way
+def test_a_nan_that_is_born_in_float32_is_no_matter_of_precision(build):
+    report = keras_mp.diagnose(compiled(build, Logarithm), X, Y)
+    path = fault_of(report)
+    assert report.broken_in_float32 == path and not report.broken
+    assert "precision is not the cause" in report.sentences[0]
+    assert path in report.sentences[0]
+
+
+@every_way
+def test_an_epsilon_that_float16_turns_into_0_is_found(build):
+    report = keras_mp.diagnose(compiled(build, Normalized), X, Y)
+    path = fault_of(report)
+    assert [e.paths for e in report.epsilons] == [(path,)]
+    assert report.broken == path
+    assert report.kept == (path,) and report.cured
+
+
+@every_way
+def test_a_model_in_float32_is_judged_as_if_it_were_in_float16(build):
+    model = compiled(build, Squared, "float32")
+    report = keras_mp.diagnose(model, X, Y)
+    assert report.policy == "float32"
+    assert report.broken == fault_of(report)
+    assert {x.compute_dtype for x in model._flatten_layers()} == {"float32"}
+
+
+def fault_of(report):
+    """The path of the layer at fault, which the whole line must match."""
+    (path,) = {m.layer for m in report.measured if m.layer.endswith("fault")}
+    assert len([m for m in report.measured if m.kind == "output"]) >= LAYERS
+    return path
+
+
+def test_the_line_can_be_pasted():
+    report = keras_mp.diagnose(compiled(flat, Squared), X, Y)
+    policy = eval(report.line, {"keras_mp": keras_mp})
+    model = compiled(flat, Squared, policy)
+    model(X)
+    precisions = {x.name: policy_of(x).compute_dtype for x in model.layers}
+    assert precisions["fault"] == "float32"
+    assert list(precisions.values()).count("float32") == 2  # And the output layer.
+
+
+# What is left behind ------------------------------------------------------------------
+
+
+def small(policy="mixed_float16"):
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(8, name="hidden", activity_regularizer="l2"),
+                layers.BatchNormalization(name="norm"),
+                layers.Dropout(0.5, name="dropout"),
+                layers.Dense(8, name="head"),
+            ],
+            name="small",
+        )
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def state_of_torch():
+    """What a Dropout without a seed draws from, on torch alone."""
+    if BACKEND != "torch":
+        return None
+    import torch
+
+    return bytes(torch.get_rng_state())
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_the_model_stays_as_it_was(policy):
+    model, twin = small(policy), small(policy)
+    for each in (model, twin):
+        keras.utils.set_random_seed(1)
+        each.fit(X, Y, shuffle=False, verbose=0)
+    function = model.train_function
+    state = values([*model.variables, *model.metrics_variables])
+    drawn = state_of_torch()
+    policies = [vars(x)["_dtype_policy"] for x in model._flatten_layers()]
+    keras_mp.diagnose(model, X, Y)
+    assert same_bits(state, values([*model.variables, *model.metrics_variables]))
+    after = [vars(x)["_dtype_policy"] for x in model._flatten_layers()]
+    assert all(a is b for a, b in zip(policies, after, strict=True))
+    assert model.train_function is function
+    assert state_of_torch() == drawn
+    losses = []
+    for each in (model, twin):
+        keras.utils.set_random_seed(2)
+        history = each.fit(X, Y, shuffle=False, verbose=0).history
+        losses.append(history["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_an_error_in_the_middle_leaves_it_so_too():
+    model = small()
+    model.fit(X, Y, verbose=0)
+    state = values(model.variables)
+    call = vars(keras.Operation)["__call__"]
+    with pytest.raises(ValueError, match="incompatible"):
+        keras_mp.diagnose(model, X[:, :3], Y)
+    assert same_bits(state, values(model.variables))
+    assert vars(keras.Operation)["__call__"] is call
+    model.fit(X, Y, verbose=0)
+
+
+def test_a_model_that_was_never_called_is_diagnosed():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = keras.Sequential([layers.Dense(4), layers.Dense(8)])
+    model.compile("sgd", "mse")
+    report = keras_mp.diagnose(model, X, Y)
+    assert report.verdict.fits
+    assert "float16 suits this model" in str(report)
+
+
+@pytest.mark.parametrize("compile", [{"jit_compile": False}, {"run_eagerly": True}, {}])
+def test_compiled_or_not_the_ranges_are_the_same(compile):
+    model = small("float32")
+    model.compile("sgd", "mse", **compile)
+    found = keras_mp.diagnose(model, X, Y).to_dict()["tensors"]
+    model.compile("sgd", "mse", run_eagerly=True)
+    expected = keras_mp.diagnose(model, X, Y).to_dict()["tensors"]
+    for a, b in zip(found, expected, strict=True):
+        assert a["path"] == b["path"] and a["kind"] == b["kind"]
+        assert a["largest"] == pytest.approx(b["largest"], rel=1e-3, abs=1e-6)
+
+
+def test_layers_within_loops_are_seen_from_outside():
+    inputs = keras.Input((5, 3))
+    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(inputs)
+    x = layers.TimeDistributed(layers.Dense(4))(x)
+    outputs = layers.Dense(8)(layers.RNN(layers.GRUCell(3))(x))
+    model = keras_mp.convert(keras.Model(inputs, outputs), "mixed_float16")
+    model.compile("sgd", "mse")
+    report = keras_mp.diagnose(model, np.ones((16, 5, 3), "float32"), Y)
+    outputs = [m.path for m in report.measured if m.kind == "output"]
+    assert "bidirectional/forward_lstm" in outputs and "rnn" in outputs
+    gradients = [m.path for m in report.measured if m.kind == "gradient"]
+    assert len(gradients) == len(model.trainable_variables)
+
+
+def test_operations_of_a_graph_are_named():
+    inputs = keras.Input((8,))
+    x = layers.Dense(8, name="dense")(inputs)
+    x = ops.multiply(ops.multiply(x, 1e3), 1e3)
+    outputs = layers.Dense(8, name="head", dtype="float32")(x)
+    model = keras_mp.convert(keras.Model(inputs, outputs), "mixed_float16")
+    model.compile("sgd", "mse")
+    report = keras_mp.diagnose(model, X, Y)
+    first = report.verdict.overflowing[0]
+    assert first.path.startswith("multiply")
+
+
+def test_a_shared_layer_is_told_for_each_of_its_calls():
+    inputs = keras.Input((8,))
+    shared = layers.Dense(8, name="shared")
+    model = keras.Model(inputs, shared(shared(inputs)))
+    model.compile("sgd", "mse")
+    outputs = [
+        m.path for m in keras_mp.diagnose(model, X, Y).measured if m.kind == "output"
+    ]
+    assert outputs == ["shared", "shared (output 2)"]
+
+
+# What it says -------------------------------------------------------------------------
+
+
+def test_gradients_are_judged_at_the_present_loss_scale():
+    model = small()
+    model.optimizer.dynamic_scale.assign(2.0**24)
+    report = keras_mp.diagnose(model, X, Y)
+    assert report.scale == 2.0**24
+    assert report.verdict.too_large
+    assert any("overflows first" in s for s in report.sentences)
+    window = report.verdict.window
+    model.optimizer.dynamic_scale.assign(2.0**window.highest)
+    assert not keras_mp.diagnose(model, X, Y).verdict.too_large
+
+
+def test_the_scale_above_the_window_overflows_and_the_highest_within_does_not():
+    model = small("mixed_float16")
+    window = keras_mp.diagnose(model, X, Y).verdict.window
+    for exponent, overflows in ((window.highest, False), (window.highest + 1, True)):
+        model.optimizer.dynamic_scale.assign(2.0**exponent)
+        report = keras_mp.diagnose(model, X, Y)
+        assert bool(report.verdict.too_large) == overflows
+
+
+def test_it_prints_within_80_columns():
+    text = str(keras_mp.diagnose(compiled(nested, Loud), X, Y))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "inner/fault" in text
+
+
+def test_it_is_json():
+    report = keras_mp.diagnose(small(), X, Y)
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["model"] == "small" and found["recommended"] == "float16"
+    assert found["window"][0] <= found["window"][1]
+    (hidden,) = [
+        t
+        for t in found["tensors"]
+        if t["kind"] == "output" and t["path"].endswith("hidden")
+    ]
+    assert hidden["size"] == 16 * 8 == sum(hidden["histogram"].values())
+
+
+def test_the_html_is_one_file_that_loads_nothing(tmp_path):
+    report = keras_mp.diagnose(compiled(flat, Loud), X, Y)
+    report.to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "flat/fault" in text or "fault" in text
+    assert "<svg" in text
+    assert not re.search(r"""(src|href)=["'](?!#)""", text)
+    assert "http" not in re.sub(
+        r'xmlns[:\w]*="[^"]*"|<metadata>.*?</metadata>', "", text, flags=re.S
+    )
+
+
+def test_the_plot_has_axes_units_and_a_sentence():
+    figure = keras_mp.diagnose(small(), X, Y).plot()
+    (axes,) = figure.axes
+    assert "exponent" in axes.get_xlabel() and "%" in axes.get_ylabel()
+    assert "loss scale" in figure.texts[0].get_text()
+
+
+# What is refused ----------------------------------------------------------------------
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="`model` must be a keras.Model"):
+        keras_mp.diagnose(layers.Dense(2), X, Y)
+
+
+def test_a_model_without_a_loss_is_refused():
+    with pytest.raises(ValueError, match="`model` must be compiled"):
+        keras_mp.diagnose(keras.Sequential([layers.Dense(8)]), X, Y)
