@@ -284,6 +284,16 @@ def _one_line(error: Exception) -> str:
 
 
 # --------------------------------------------------------------------------------
+# keras-mp doctor
+
+
+def doctor(backend: str | None) -> None:
+    """Prints what is here, what is fast here, and what "auto" picks."""
+    os.environ["KERAS_BACKEND"] = choose_backend(backend)
+    print(importlib.import_module("keras_mp.diagnostics.doctor").examine())
+
+
+# --------------------------------------------------------------------------------
 # the command line
 
 
@@ -370,6 +380,16 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="say what hardware is here, what is fast on it, which policy suits it",
+        description="Prints the backend, its devices and the driver, times matrix "
+        "products in float32, float16 and bfloat16 for a second, and says which "
+        "policy `auto` picks, why, and what is missing.",
+    )
+    _add_backend(command)
+
+    command = commands.add_parser(
         "inspect",
         allow_abbrev=False,
         help="print what the layers of a saved model compute in, and why",
@@ -412,6 +432,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(options.policy, options.script, options.args)
     elif options.command == "inspect":
         inspect(options.model, getattr(options, "backend", None))
+    elif options.command == "doctor":
+        doctor(getattr(options, "backend", None))
     else:
         demo(getattr(options, "backend", None), options.epochs, options.out)
 

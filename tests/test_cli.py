@@ -559,9 +559,10 @@ def test_inspect_without_a_file_is_one_line_and_status_2(work, path):
 # the command itself
 
 
-@pytest.mark.parametrize(
-    "args", [["--help"], *([name, "--help"] for name in ("run", "demo", "inspect"))]
-)
+COMMANDS = ("run", "demo", "inspect", "doctor")
+
+
+@pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_is_there_and_loads_nothing(work, args):
     result = work.command(*args)
     assert "usage: keras-mp" in result.stdout

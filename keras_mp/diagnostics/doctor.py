@@ -1,0 +1,196 @@
+"""`keras-mp doctor`: what is here, what is fast here, and what `"auto"` picks."""
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_mp.backend.compilation import compiled
+from keras_mp.hardware import Recommendation, recommended_policy
+from keras_mp.tables import Table
+
+DTYPES = ("float32", "float16", "bfloat16")
+SECONDS = 1.0  # For all products together, after they are compiled.
+SIDE, SIDE_ON_CPUS = 4096, 512
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+
+
+class Product(NamedTuple):
+    """How long a matrix product takes in a dtype.
+
+    Attributes:
+        dtype: of both matrices and of the result.
+        seconds: the median; None where it failed.
+        speedup: the median of the times of float32 over those of this dtype, each
+            measured right after the other.
+        failure: what was raised instead.
+    """
+
+    dtype: str
+    seconds: float | None = None
+    speedup: float | None = None
+    failure: str = ""
+
+
+class Examination(NamedTuple):
+    """What `examine` has found; prints as a table.
+
+    Attributes:
+        versions: package -> its version.
+        driver: the version of the NVIDIA driver; empty if there is none.
+        recommended: what `"auto"` picks, why, and the devices.
+        side: of the square matrices that were multiplied.
+        products: one of each dtype.
+        missing: what is not here, and what to do about it.
+    """
+
+    versions: dict[str, str]
+    driver: str
+    recommended: Recommendation
+    side: int
+    products: tuple[Product, ...]
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                p.dtype,
+                f"{1000 * p.seconds:.3g} ms" if p.seconds else p.failure,
+                f"{p.speedup:.2f}" if p.speedup else "",
+            )
+            for p in self.products
+        ]
+        return Table(
+            ("dtype", "a product takes", "times as fast as float32"),
+            rows,
+            self._heading(),
+            [f"auto: {self.recommended.name}. {self.recommended.reason}"]
+            + [f"- {line}" for line in self.missing],
+        ).text()
+
+    def _heading(self) -> str:
+        lines = [", ".join(f"{n} {v}" for n, v in self.versions.items())]
+        for device in self.recommended.devices:
+            told = device.kind
+            if device.compute_capability:
+                major, minor = device.compute_capability
+                told += f", compute capability {major}.{minor}"
+            lines.append(f"device: {device.name} ({told})")
+        if not self.recommended.devices:
+            lines.append("device: none could be listed")
+        lines.append(f"NVIDIA driver: {self.driver or 'none'}")
+        lines.append(f"matrix products, {self.side} x {self.side}:")
+        return "\n".join(lines)
+
+
+def examine(seconds: float = SECONDS) -> Examination:
+    """Looks at the backend in use and its devices, and times matrix products on them.
+
+    Never raises because of a device: a broken driver is among what it tells.
+
+    Args:
+        seconds: how long to measure, compilation aside.
+    """
+    recommended = recommended_policy()
+    accelerators = [d for d in recommended.devices if d.kind != "cpu"]
+    side = SIDE if accelerators else SIDE_ON_CPUS
+    driver = _driver()
+    return Examination(
+        versions=_versions(),
+        driver=driver,
+        recommended=recommended,
+        side=side,
+        products=times_of_products(side, seconds),
+        missing=tuple(_missing(driver, bool(accelerators))),
+    )
+
+
+def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
+    """Times square matrix products in turn: one of each dtype, then again.
+
+    Args:
+        side: of the matrices.
+        seconds: when to stop; each is made three times at least.
+    """
+    runs: dict[str, Callable[[], float]] = {}
+    failures: dict[str, str] = {}
+    for dtype in DTYPES:
+        try:
+            runs[dtype] = _timed_product(side, dtype)
+            runs[dtype]()
+        except Exception as error:  # Of a driver, a compiler, a device without it.
+            runs.pop(dtype, None)
+            failures[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    times: dict[str, list[float]] = {dtype: [] for dtype in runs}
+    end = time.perf_counter() + seconds
+    while runs and (time.perf_counter() < end or min(map(len, times.values())) < 3):
+        for dtype, run in runs.items():
+            times[dtype].append(run())
+    products = []
+    for dtype in DTYPES:
+        if dtype in failures:
+            products.append(Product(dtype, failure=failures[dtype][:60]))
+            continue
+        pairs = zip(times.get("float32", []), times[dtype], strict=False)
+        ratios = [wide / narrow for wide, narrow in pairs]
+        speedup = statistics.median(ratios) if ratios else None
+        products.append(Product(dtype, statistics.median(times[dtype]), speedup))
+    return tuple(products)
+
+
+def _timed_product(side: int, dtype: str) -> Callable[[], float]:
+    random = np.random.default_rng(0)
+    a, b = (
+        ops.cast(random.standard_normal((side, side)).astype("float32"), dtype)
+        for _ in range(2)
+    )
+    # One number is read back: that waits for the product, and copies nothing else.
+    product = compiled(lambda a, b: ops.max(ops.matmul(a, b)))
+
+    def run() -> float:
+        start = time.perf_counter()
+        float(ops.convert_to_numpy(ops.cast(product(a, b), "float32")))
+        return time.perf_counter() - start
+
+    return run
+
+
+def _versions() -> dict[str, str]:
+    backend = keras.backend.backend()
+    found = {"Python": platform.python_version()}
+    for name in ("keras_mp", "keras", backend):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "(version unknown)"
+    return found
+
+
+def _driver() -> str:
+    try:
+        text = _DRIVER.read_text()
+    except OSError:
+        return ""
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return version[0] if version else "of unknown version"
+
+
+def _missing(driver: str, accelerated: bool) -> Iterator[str]:
+    if driver and not accelerated:
+        yield (
+            f"There is an NVIDIA driver, and {keras.backend.backend()} sees no GPU: "
+            "install its build with CUDA."
+        )
+    if not driver and not accelerated:
+        yield "No GPU and no NVIDIA driver: mixed precision can be tested here."
+    if importlib.util.find_spec("matplotlib") is None:
+        yield "No matplotlib, which draws the pictures: pip install 'keras_mp[plots]'"
