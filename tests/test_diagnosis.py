@@ -306,6 +306,24 @@ def test_operations_of_a_graph_are_named():
     assert first.path.startswith("multiply")
 
 
+@pytest.mark.parametrize(
+    ("batch", "name"), [((X * np.nan, Y), "`x`"), ((X, Y * np.inf), "`y`")]
+)
+def test_a_batch_that_is_not_finite_is_no_matter_of_precision(batch, name):
+    report = keras_mp.diagnose(small(), *batch)
+    assert report.broken_in_float32 == name
+    assert len(report.sentences) == 1 and report.sentences[0].startswith(name)
+    assert report.kept == ()
+
+
+def test_a_frozen_model_has_outputs_alone():
+    model = small()
+    model.trainable = False
+    model.compile("sgd", "mse")
+    kinds = {m.kind for m in keras_mp.diagnose(model, X, Y).measured}
+    assert "gradient" not in kinds and "output" in kinds
+
+
 def test_a_shared_layer_is_told_for_each_of_its_calls():
     inputs = keras.Input((8,))
     shared = layers.Dense(8, name="shared")

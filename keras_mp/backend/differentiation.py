@@ -151,12 +151,11 @@ def _torch(
         wanted = [*(v.value for v in variables), *seen]
         asked = [i for i, x in enumerate(wanted) if x.requires_grad]
         gradients: list[Any] = [None] * len(wanted)
-        for i, gradient in zip(
-            asked,
-            torch.autograd.grad(loss, [wanted[i] for i in asked], allow_unused=True),
-            strict=True,
-        ):
-            gradients[i] = gradient
+        if asked:  # Of a frozen model there is nothing to differentiate by.
+            inputs = [wanted[i] for i in asked]
+            found = torch.autograd.grad(loss, inputs, allow_unused=True)
+            for i, gradient in zip(asked, found, strict=True):
+                gradients[i] = gradient
     seen = [x.detach() for x in seen]
     count = len(variables)
     return loss.detach(), seen, gradients[count:], gradients[:count]

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_mp.diagnostics.inspection import inspect
 from keras_mp.diagnostics.probe import Probe, policies_meanwhile, probe
+from keras_mp.diagnostics.ranges import range_of
 from keras_mp.diagnostics.report import Report
 from keras_mp.diagnostics.verdict import Measured, Verdict, verdict_on
 from keras_mp.outputs import producers
@@ -69,16 +71,17 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     measured = _measured(model, wide, half)
     verdict = verdict_on(measured, scale)
     born = _first_broken(found, wide)
-    kept = _to_keep(verdict, born, [p for w in epsilons for p in w.paths])
+    broken = _broken_in_float32(batch, wide)
+    kept: tuple[str, ...] = ()
+    if not broken:
+        kept = _to_keep(verdict, born, [p for w in epsilons for p in w.paths])
     return Report(
         model=model.name,
         scale=scale,
         policy=_name(model),
         measured=measured,
         verdict=verdict,
-        broken_in_float32=next(
-            (o.path for o in wide.outputs if not o.values.finite), ""
-        ),
+        broken_in_float32=broken,
         broken=born.path if born else "",
         epsilons=tuple(epsilons),
         kept=kept,
@@ -172,6 +175,20 @@ def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
 
 def _is_model(layer: Any) -> bool:
     return isinstance(layer, keras.Model)
+
+
+def _broken_in_float32(batch: Any, wide: Probe) -> str:
+    """What is not finite whatever the precision, and comes first; or empty."""
+    for name, part in zip(("x", "y", "sample_weight"), batch, strict=True):
+        for array in keras.tree.flatten(part):
+            dtype = getattr(array, "dtype", None)
+            if dtype is None or not keras.backend.is_float_dtype(
+                keras.backend.standardize_dtype(dtype)
+            ):
+                continue
+            if not range_of(ops.convert_to_numpy(array)).finite:
+                return f"`{name}`"
+    return next((o.path for o in wide.outputs if not o.values.finite), "")
 
 
 def _first_broken(found: Probe, wide: Probe) -> Any:

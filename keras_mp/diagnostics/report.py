@@ -28,7 +28,8 @@ class Report:
         measured: the ranges of outputs, activation gradients and gradients in float32,
             in the order in which they come about.
         verdict: what they mean for float16.
-        broken_in_float32: the first output that is not finite in float32; or empty.
+        broken_in_float32: what is the first not to be finite in float32, an output or a
+            part of the batch; or empty.
         broken: the first that is not finite in half precision only; or empty.
         epsilons: layers whose epsilon half precision turns into 0.
         kept: the layers that should stay in float32.
@@ -62,14 +63,15 @@ class Report:
     @property
     def sentences(self) -> list[str]:
         """The verdict in words, what comes about first standing first."""
+        if self.broken_in_float32:
+            # All the rest follows from it.
+            return [
+                f"{self.broken_in_float32} is the first that is not finite, in float32 "
+                "as well: precision is not the cause."
+            ]
         return [*self._forward(), *self._backward(), *self._advice()]
 
     def _forward(self) -> Iterator[str]:
-        if self.broken_in_float32:
-            yield (
-                f"{self.broken_in_float32} is the first that is not finite, in float32 "
-                "as well: precision is not the cause."
-            )
         if self.verdict.overflowing:
             first = self.verdict.overflowing[0]
             yield (
