@@ -282,14 +282,15 @@ def test_compiled_or_not_the_ranges_are_the_same(compile):
 
 def test_layers_within_loops_are_seen_from_outside():
     inputs = keras.Input((5, 3))
-    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(inputs)
+    forward = layers.LSTM(4, return_sequences=True, name="lstm")
+    x = layers.Bidirectional(forward, name="both")(inputs)
     x = layers.TimeDistributed(layers.Dense(4))(x)
-    outputs = layers.Dense(8)(layers.RNN(layers.GRUCell(3))(x))
+    outputs = layers.Dense(8)(layers.RNN(layers.GRUCell(3), name="rnn")(x))
     model = keras_mp.convert(keras.Model(inputs, outputs), "mixed_float16")
     model.compile("sgd", "mse")
     report = keras_mp.diagnose(model, np.ones((16, 5, 3), "float32"), Y)
     outputs = [m.path for m in report.measured if m.kind == "output"]
-    assert "bidirectional/forward_lstm" in outputs and "rnn" in outputs
+    assert "both/forward_lstm" in outputs and "rnn" in outputs
     gradients = [m.path for m in report.measured if m.kind == "gradient"]
     assert len(gradients) == len(model.trainable_variables)
 

@@ -529,8 +529,8 @@ def masked_average(steps, make, mask=True):
 
 def test_an_average_under_a_mask_over_many_steps_is_told():
     (warning,) = told(masked_average(5000, stock), "5000 elements")
-    assert warning.paths == ("average",)
-    assert "MixedFloat16(float32=['average'])" in warning.remedy
+    assert warning.paths == ("model/average",)
+    assert "MixedFloat16(float32=['model/average'])" in warning.remedy
 
 
 def test_an_average_that_is_short_or_unmasked_or_in_float32_is_not_told():
