@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_mp.hardware import recommended_policy
-from keras_mp.parts import children_of, layer_path, parts_of
+from keras_mp.parts import children_of, is_graph, layer_path, parts_of
 from keras_mp.rule import Rule, RuleTable, user_rule
 from keras_mp.rules import OUTPUT, STORED, WRAPPED, rules_with
 
@@ -237,7 +237,9 @@ def settle(layer: Any) -> None:
             layer._keras_mp_decision = Decision(policy_of(layer), None)
             return
     _carry_out(layer, decision)
-    if not decision.goes_for_all and chooser and not isinstance(layer, _OPAQUE):
+    # The layers of a graph have been called, and their dtypes are in it.
+    has_own = isinstance(layer, _OPAQUE) or is_graph(layer)
+    if not decision.goes_for_all and chooser and not has_own:
         _pass_on(layer, chooser)
     for part in parts_of(layer):
         settle(part)  # It may have no first call of its own.

@@ -259,3 +259,16 @@ def test_the_product_of_attention_is_a_half_one(
     assert {d for _, d in products} == {dtype}
     # A mask is not a factor.
     assert [dtypes - {"bool"} for dtypes, _ in products] == [{dtype}] * len(products)
+
+
+def test_a_policy_set_on_a_graph_leaves_its_layers_as_they_are():
+    """As KerasHub's models do it, whose layers have been called by then."""
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(2, name="head")(layers.Dense(3, name="hidden")(inputs))
+    model = keras.Model(inputs, outputs)
+    model.dtype_policy = keras_mp.MixedFloat16()
+    x = np.ones((2, 4), "float32")
+    for _ in range(2):
+        assert keras.backend.standardize_dtype(model(x).dtype) == "float32"
+        assert model.outputs[0].dtype == "float32"
+    assert {x.compute_dtype for x in model.layers} == {"float32"}
