@@ -1,22 +1,117 @@
 """Callbacks that show what loss scaling does during `fit`."""
 
+import threading
+import warnings
 from typing import Any
 
 import keras
+from keras.src.utils import io_utils
+
+from keras_mp.backend.logs import MONITORED
+from keras_mp.loss_scale import check_whole_number
+from keras_mp.nonfinite import named, newest
+
+# How often a scale falls without growing once before the user is told.
+FALLS = 12
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
-    """Adds `loss_scale` and `skipped_steps` to the logs of each epoch.
+    """Adds `loss_scale` and `skipped_steps` to the logs of each step and epoch.
 
-    They end up where Keras' History, CSVLogger, TensorBoard and the progress bar of
-    verbose=2 read them. Callbacks see the logs in their order: put this one first. An
-    optimizer that does not scale adds nothing.
+    They are among the results of the train step, where every logger reads them: the
+    progress bar, History, CSVLogger, TensorBoard, trackers, in whatever order they
+    stand. No step waits for them. Warns once of a scale that keeps falling, and after a
+    quiet time tells at the first skip which variables' gradients were not finite. A
+    model goes on telling in later calls of `fit`. An optimizer that does not scale adds
+    nothing.
+
+    Args:
+        quiet_steps: after how many steps without a skip a skip is told of.
+
+    Raises:
+        ValueError: if `quiet_steps` is no whole number of at least 1.
     """
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads the two numbers once an epoch, so that no step waits for them."""
+    # On JAX Keras calls `on_train_batch_end` beside the training, on several threads.
+    async_safe = True
+
+    def __init__(self, quiet_steps: int = 100) -> None:
+        super().__init__()
+        check_whole_number("quiet_steps", quiet_steps)
+        self.quiet_steps = quiet_steps
+        self._lock = threading.Lock()
+        self._scale, self._skipped, self._batch = 0.0, 0, -1
+        self._falls = self._quiet = 0
+        self._to_tell = self._warned = False
+
+    def set_model(self, model: Any) -> None:
+        """Lets the train step tell; one that was made before is made again."""
+        super().set_model(model)
+        attributes = vars(model)
+        if MONITORED not in attributes:
+            attributes[MONITORED] = True
+            model.train_function = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         optimizer = self.model.optimizer
-        if logs is None or not hasattr(optimizer, "skipped_steps"):
+        if hasattr(optimizer, "skipped_steps"):
+            self._skipped = int(optimizer.skipped_steps)
+            self._scale = float(optimizer.loss_scale)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batch = -1
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        if not logs or "loss_scale" not in logs:
             return
-        logs["loss_scale"] = float(optimizer.loss_scale)
-        logs["skipped_steps"] = int(optimizer.skipped_steps)
+        with self._lock:
+            # The steps may come out of order: what is older says nothing new.
+            if batch > self._batch:
+                scale, skipped = float(logs["loss_scale"]), int(logs["skipped_steps"])
+                self._follow(batch, scale, skipped - self._skipped)
+        if self._falls >= FALLS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The loss scale has fallen {self._falls} times without growing once, "
+                f"to {self._scale:g}; {self._skipped} steps were skipped. "
+                "keras_mp.diagnose(model, x, y) says which gradients overflow, and "
+                "whether there is a scale that suits all.",
+                stacklevel=2,
+            )
+
+    def _follow(self, batch: int, scale: float, skips: int) -> None:
+        if scale > self._scale:
+            self._falls = 0
+        elif scale < self._scale:
+            self._falls += skips
+        if skips:
+            self._to_tell = self._to_tell or self._quiet >= self.quiet_steps
+            self._quiet = 0
+        else:
+            self._quiet += batch - self._batch
+        self._scale, self._skipped, self._batch = scale, self._skipped + skips, batch
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        self._tell()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        """Reads the state, as can be done before a step, once after a quiet time."""
+        if not self._to_tell:
+            return
+        self._to_tell = False
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        optimizer = self.model.optimizer
+        paths = newest(optimizer.nonfinite_counts, optimizer._trainable_variables)
+        io_utils.print_msg(
+            f"\nkeras_mp: the first skipped step after a quiet time. Not finite: the "
+            f"gradients of {named(paths)}. The loss scale is "
+            f"{self._scale:g}."
+        )

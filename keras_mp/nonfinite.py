@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from keras import ops
 
 ROWS = 5
+# How many of the variables concerned a message names.
+NAMED = 3
 
 
 class NonfiniteGradient(NamedTuple):
@@ -63,6 +65,12 @@ def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
         for variable, step in zip(variables, last, strict=True)
         if step and step == max(last)
     ]
+
+
+def named(paths: Sequence[str]) -> str:
+    """The first of these paths, as a message has them."""
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    return ", ".join(paths[:NAMED]) + more
 
 
 def _path(variable: Any) -> str:

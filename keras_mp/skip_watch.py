@@ -10,10 +10,7 @@ from keras import ops
 
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scale import LossScaleState, check_whole_number
-from keras_mp.nonfinite import newest
-
-# How many of the variables concerned a message names.
-NAMED = 3
+from keras_mp.nonfinite import named, newest
 
 
 class SkipWatch:
@@ -67,7 +64,7 @@ class SkipWatch:
             self._reported_skips, self._warned = total, True
             raise TrainingDivergedError(
                 f"{skips} steps in a row had gradients that are not finite, "
-                f"{where}{_some_of(newest(counts, variables))}), and "
+                f"{where}{named(newest(counts, variables))}), and "
                 f"max_consecutive_skips={self.max_consecutive_skips}. {_REMEDY}"
             )
         if int(state.broken_steps) > self._told_broken_steps and not self._warned:
@@ -76,7 +73,7 @@ class SkipWatch:
                 f"{int(state.broken_steps)} of {total} skipped steps were broken "
                 "whatever the loss scale: the loss itself was not finite, or gradients "
                 f"at a scale that goes no lower. Seen {where}"
-                f"{_some_of(newest(counts, variables))}). The scale was not lowered "
+                f"{named(newest(counts, variables))}). The scale was not lowered "
                 f"for them. {_REMEDY}",
                 stacklevel=2,
             )
@@ -87,8 +84,3 @@ _REMEDY = (
     "gradients, or keep more layers in float32; `optimizer.nonfinite_report()` lists "
     "all variables."
 )
-
-
-def _some_of(paths: list[str]) -> str:
-    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
-    return ", ".join(paths[:NAMED]) + more

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
+from keras_mp.backend.logs import (
+    any_measured,
+    loss_is_finite,
+    with_scale,
+    without_step,
+)
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
@@ -222,6 +227,8 @@ def undo_skipped(
         with keras.StatelessScope(list(scope)):
             results = model.get_metrics_result()
         logs = without_step(logs, results, skipped, any_measured(state[3]))
+        scale = scaling[place[id(optimizer.dynamic_scale)]]
+        logs = with_scale(model, logs, scale, scaling[counter])
         return logs, (after[0], non_trainable, scaling, metrics)
 
     return undoing

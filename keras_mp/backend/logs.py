@@ -1,10 +1,23 @@
-"""The logs of a skipped train step, without a framework."""
+"""The logs of a train step: without it if it was skipped, and with the loss scale."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
+
+# Set on a model whose logs are to tell of its loss scale.
+MONITORED = "_keras_mp_monitored"
+
+
+def with_scale(model: Any, logs: Any, scale: Any, skipped_steps: Any) -> Any:
+    """The logs with the loss scale after the step, if the model is monitored.
+
+    Among a step's own results they reach every logger, and no step waits for them.
+    """
+    if not isinstance(logs, dict) or MONITORED not in vars(model):
+        return logs
+    return {**logs, "loss_scale": scale, "skipped_steps": skipped_steps}
 
 
 def loss_is_finite(logs: Any) -> Any:

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
+from keras_mp.backend.logs import (
+    any_measured,
+    loss_is_finite,
+    with_scale,
+    without_step,
+)
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
@@ -245,7 +250,8 @@ def undo_skipped(
                 metric.reset_state()
 
         tf.cond(skipped, reset, lambda: None)
-        return without_step(logs, model.get_metrics_result(), skipped, measured)
+        logs = without_step(logs, model.get_metrics_result(), skipped, measured)
+        return with_scale(model, logs, optimizer.loss_scale, optimizer.skipped_steps)
 
     return undoing
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from keras_mp.backend.logs import any_measured, loss_is_finite, without_step
+from keras_mp.backend.logs import (
+    any_measured,
+    loss_is_finite,
+    with_scale,
+    without_step,
+)
 
 __all__ = [
     "build",
@@ -144,7 +149,7 @@ def undo_skipped(
         count = int(optimizer.skip_counter.value)
         logs = step(data)
         if int(optimizer.skip_counter.value) == count:
-            return logs
+            return told(logs)
         # All processes have skipped, so all are here to tell each other of their loss.
         if _in_any_process(~loss_is_finite(logs)):
             blameless = optimizer.state_after_broken_step(own)
@@ -154,7 +159,10 @@ def undo_skipped(
                 variable.assign(value)
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
-        return without_step(logs, model.get_metrics_result(), True, measured)
+        return told(without_step(logs, model.get_metrics_result(), True, measured))
+
+    def told(logs: Any) -> Any:
+        return with_scale(model, logs, optimizer.loss_scale, optimizer.skipped_steps)
 
     return undoing
 

@@ -1,0 +1,152 @@
+"""What LossScaleMonitor tells, where, and what it costs: no wait, no other numbers."""
+
+import csv
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+from keras import layers
+
+import keras_mp
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(32, 4)).astype("float32")
+Y = RANDOM.normal(size=(32, 2)).astype("float32")
+SCALE = 2.0**8  # At which nothing overflows.
+TOLD = ("loss_scale", "skipped_steps")
+
+
+def model_under(policy="mixed_float16", scale=SCALE, **compile):
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8), layers.Dense(2, name="head")]
+        )
+    model.compile("sgd", "mse", **compile)
+    if policy == "mixed_float16":
+        model.optimizer.dynamic_scale.assign(scale)
+    return model
+
+
+def fit(model, *callbacks, x=X, y=Y, epochs=1, **options):
+    options = {"batch_size": 8, "verbose": 0, "shuffle": False} | options
+    return model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **options)
+
+
+class Batches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_logger_reads_it_in_whatever_order_they_stand(first, tmp_path, capsys):
+    monitor, batches = keras_mp.callbacks.LossScaleMonitor(), Batches()
+    file = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    order = [monitor, batches, file] if first else [file, batches, monitor]
+    history = fit(model_under(), *order, epochs=2, verbose=2).history
+    assert history["loss_scale"] == [SCALE] * 2
+    assert history["skipped_steps"] == [0, 0]
+    assert len(batches.logs) == 8
+    assert all(logs["loss_scale"] == SCALE for logs in batches.logs)
+    with open(tmp_path / "log.csv") as log:
+        (row, _) = csv.DictReader(log)
+    assert float(row["loss_scale"]) == SCALE
+    assert "loss_scale: 256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "compile", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]
+)
+def test_skips_are_told_at_the_step_in_which_they_happen(compile):
+    x = X.copy()
+    x[9] = 2.0**120  # In the second batch; activations in float16 are infinite.
+    if BACKEND == "torch" and "steps_per_execution" in compile:
+        pytest.skip("Keras has no steps_per_execution on torch")
+    batches = Batches()
+    model = model_under(**compile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The loss is not finite at any scale.
+        history = fit(model, keras_mp.callbacks.LossScaleMonitor(), batches, x=x)
+    counts = [int(logs["skipped_steps"]) for logs in batches.logs]
+    steps = compile.get("steps_per_execution", 1)
+    assert counts == [0, 1, 1, 1][steps - 1 :: steps]
+    assert history.history["skipped_steps"] == [1]
+
+
+def test_it_changes_no_other_number():
+    monitored, plain = model_under(), model_under()
+    a = fit(monitored, keras_mp.callbacks.LossScaleMonitor(), epochs=3).history
+    b = fit(plain, epochs=3).history
+    assert a["loss"] == b["loss"]
+    assert set(a) - set(b) == set(TOLD)
+
+
+def test_validation_has_none_of_it():
+    history = fit(
+        model_under(), keras_mp.callbacks.LossScaleMonitor(), validation_data=(X, Y)
+    ).history
+    assert set(history) == {"loss", "val_loss", *TOLD}
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_an_optimizer_that_does_not_scale_adds_nothing(policy):
+    history = fit(model_under(policy), keras_mp.callbacks.LossScaleMonitor()).history
+    assert set(history) == {"loss"}
+
+
+def test_a_model_that_has_trained_before_tells_from_then_on():
+    model = model_under()
+    assert set(fit(model).history) == {"loss"}
+    monitor = keras_mp.callbacks.LossScaleMonitor()
+    assert set(fit(model, monitor).history) == {"loss", *TOLD}
+    function = model.train_function
+    fit(model, monitor)
+    assert model.train_function is function
+
+
+def test_a_scale_that_keeps_falling_is_told_once():
+    # At this scale every step overflows: it falls from 2^60 at each of them.
+    model = model_under(scale=2.0**60)
+    monitor = keras_mp.callbacks.LossScaleMonitor()
+    with pytest.warns(UserWarning, match="has fallen 12 times") as told:
+        fit(model, monitor, epochs=5)
+    assert len([w for w in told if "has fallen" in str(w.message)]) == 1
+
+
+def test_the_first_skip_after_a_quiet_time_names_the_variables(capsys):
+    x = np.tile(X, (4, 1))
+    x[8 * 12] = 2.0**120
+    model = model_under()
+    monitor = keras_mp.callbacks.LossScaleMonitor(quiet_steps=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(model, monitor, x=x, y=np.tile(Y, (4, 1)))
+    out = capsys.readouterr().out
+    assert out.count("first skipped step after a quiet time") == 1
+    assert "head/kernel" in out
+
+
+def test_a_skip_that_is_no_surprise_is_not_told(capsys):
+    model = model_under(scale=2.0**24)
+    fit(model, keras_mp.callbacks.LossScaleMonitor(quiet_steps=50), epochs=4)
+    assert "quiet" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(
+    not keras.src.backend.IS_THREAD_SAFE, reason="there they run between the steps"
+)
+def test_keras_calls_it_beside_the_training():
+    callbacks = keras.callbacks.CallbackList([keras_mp.callbacks.LossScaleMonitor()])
+    assert callbacks._async_train
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "100", None, True])
+def test_quiet_steps_that_are_no_number_are_refused(steps):
+    with pytest.raises((TypeError, ValueError), match="quiet_steps"):
+        keras_mp.callbacks.LossScaleMonitor(quiet_steps=steps)
