@@ -30,7 +30,6 @@ def test_numbers_in_a_row(arguments, dtype):
     np.testing.assert_array_equal(found, np.arange(*arguments))
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="JAX asks for a length that it knows")
 def test_the_bounds_may_be_tensors_of_float16():
     stop = ops.convert_to_tensor(3.0, "float16")
     found = compiled(lambda: ops.arange(0.0, stop, dtype="float16"))()

@@ -26,8 +26,9 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
 
     The batch goes forward and backward three times: in float32, whose magnitudes tell
     what would fit; under the model's policy, or float16 if it has none; and once more
-    with the layers that should stay in float32. Nothing of the model changes. What is
-    inside of a loop (a cell of an RNN) is seen from outside.
+    with the layers that should stay in float32. Nothing of the model changes, but that
+    one which was never called is built. What is inside of a loop (a cell of an RNN) is
+    seen from outside.
 
     Args:
         model: a compiled `keras.Model`. Its `compute_loss` is what is differentiated; a
@@ -58,8 +59,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         )
     batch = (x, y, sample_weight)
     if not model.built:
-        with policies_meanwhile(model, lambda layer: None):
-            model(x)
+        model(x)
     scale = _scale_of(model)
     choose = _half_policies(model)
     with policies_meanwhile(model, lambda layer: _FLOAT32):
