@@ -1,9 +1,14 @@
 """Every test starts and ends under the global policy float32, with a fixed seed."""
 
+import hypothesis
 import keras
 import pytest
 
 import keras_mp
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

@@ -232,7 +232,7 @@ def rules(draw):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rules(), STEPS)
 def test_any_rule_and_any_steps_equal_the_oracle(rule, steps):
     assert follow(rule, steps) == follow_oracle(rule, steps)
@@ -247,7 +247,7 @@ COMPILED_RULES = [
 
 
 @pytest.mark.parametrize("rule", COMPILED_RULES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(steps=STEPS)
 def test_a_compiled_rule_equals_the_oracle(rule, steps):
     state = rule.initial_state()
@@ -258,7 +258,7 @@ def test_a_compiled_rule_equals_the_oracle(rule, steps):
     assert states == follow_oracle(rule, steps)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rules(), STEPS)
 def test_the_scale_stays_within_its_bounds_and_is_never_zero_or_infinite(rule, steps):
     for scale in scales(follow(rule, steps)):
@@ -266,7 +266,7 @@ def test_the_scale_stays_within_its_bounds_and_is_never_zero_or_infinite(rule, s
         assert 0 < scale < np.inf
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rules(), STEPS)
 def test_skips_are_counted_whatever_the_rule(rule, steps):
     *_, (_, _, skipped, consecutive, broken) = [(0,) * 5, *follow(rule, steps)]
@@ -278,7 +278,7 @@ def test_skips_are_counted_whatever_the_rule(rule, steps):
     assert steps.count(BROKEN) <= broken <= skipped
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.integers(1, 10_000),
@@ -289,7 +289,7 @@ def test_the_scale_grows_as_soon_as_the_counter_has_reached_the_steps(counted, s
     assert (grown == 2**11) == (counted + 1 >= steps)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rules(), STEPS, STEPS)
 def test_a_run_that_stops_and_resumes_equals_one_that_does_not(rule, before, after):
     state = rule.initial_state()

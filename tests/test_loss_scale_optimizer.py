@@ -60,7 +60,7 @@ def test_overflow_halves_the_scale_and_skips_the_update(compiled, bad, dtype):
     assert int(optimizer.iterations) == 2
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     steps=st.lists(st.sampled_from([1.0, -2.0, np.inf, np.nan]), max_size=8),
     compiled=st.sampled_from(COMPILED),

@@ -126,7 +126,5 @@ class Training(RuleBasedStateMachine):
 @pytest.mark.parametrize("compiled", [c for c in COMPILED if c != "xla"])
 def test_any_order_of_calls_follows_the_oracle(compiled):
     machine = type("Training", (Training,), {"compiled": compiled})
-    machine.TestCase.settings = settings(
-        max_examples=15, stateful_step_count=25, deadline=None
-    )
+    machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25)
     machine.TestCase("runTest").runTest()
