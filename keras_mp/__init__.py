@@ -4,6 +4,7 @@ from keras_mp import callbacks, integration
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
 from keras_mp.diagnostics.diagnosis import diagnose
+from keras_mp.diagnostics.float32_layers import find_float32_layers
 from keras_mp.diagnostics.inspection import inspect
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.hardware import recommended_policy
@@ -22,6 +23,7 @@ __all__ = [
     "callbacks",
     "convert",
     "diagnose",
+    "find_float32_layers",
     "global_policy",
     "inspect",
     "keep_float32",

@@ -1,6 +1,5 @@
 """`diagnose`: one batch, forward and backward, and what precision does to it."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,16 +7,21 @@ import keras
 from keras import ops
 
 from keras_mp.diagnostics.inspection import inspect
-from keras_mp.diagnostics.probe import Probe, policies_meanwhile, probe
+from keras_mp.diagnostics.other_policies import (
+    FLOAT32,
+    computes_in_half,
+    half_policies,
+    has_half,
+    policies_meanwhile,
+    policy_name,
+    with_float32,
+)
+from keras_mp.diagnostics.probe import Probe, probe
 from keras_mp.diagnostics.ranges import range_of
 from keras_mp.diagnostics.report import Report
 from keras_mp.diagnostics.verdict import Measured, Verdict, verdict_on
-from keras_mp.outputs import producers
-from keras_mp.parts import is_graph
-from keras_mp.policies import HALF, MixedFloat16, layer_path, policy_of
-from keras_mp.symbolic import graph_of
+from keras_mp.policies import layer_path
 
-_FLOAT32 = keras.DTypePolicy("float32")
 _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
 
 
@@ -50,23 +54,17 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     print(keras_mp.diagnose(model, x[:32], y[:32]))
     ```
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r}.")
-    if not model.compiled:
-        raise ValueError(
-            "`model` must be compiled: its loss is what is differentiated. Received: "
-            f"model={model!r}."
-        )
+    check_compiled(model)
     batch = (x, y, sample_weight)
     if not model.built:
         model(x)
-    scale = _scale_of(model)
-    choose = _half_policies(model)
-    with policies_meanwhile(model, lambda layer: _FLOAT32):
+    scale = loss_scale_of(model)
+    choose = half_policies(model)
+    with policies_meanwhile(model, lambda layer: FLOAT32):
         wide = probe(model, batch, 1.0)
     with policies_meanwhile(model, choose):
         found = probe(model, batch, scale)
-        half = {id(x) for x in model._flatten_layers() if _computes_in_half(x)}
+        half = {id(x) for x in model._flatten_layers() if computes_in_half(x)}
         epsilons = [w for w in inspect(model).warnings if "epsilon" in w.sentence]
     measured = _measured(model, wide, half)
     verdict = verdict_on(measured, scale)
@@ -78,7 +76,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     return Report(
         model=model.name,
         scale=scale,
-        policy=_name(model),
+        policy=policy_name(model),
         measured=measured,
         verdict=verdict,
         broken_in_float32=broken,
@@ -89,39 +87,25 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     )
 
 
-def _scale_of(model: Any) -> float:
+def check_compiled(model: Any) -> None:
+    """Raises if `model` is no model, or is not compiled."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r}.")
+    if not model.compiled:
+        raise ValueError(
+            "`model` must be compiled: its loss is what is differentiated. Received: "
+            f"model={model!r}."
+        )
+
+
+def loss_scale_of(model: Any) -> float:
+    """The present loss scale, or where one would start."""
     optimizer = model.optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return float(optimizer.dynamic_scale)
     return (
-        float(optimizer.loss_scale_factor or 1.0) if _has_half(model) else _FIRST_SCALE
+        float(optimizer.loss_scale_factor or 1.0) if has_half(model) else _FIRST_SCALE
     )
-
-
-def _computes_in_half(layer: Any) -> bool:
-    return policy_of(layer).compute_dtype in HALF
-
-
-def _has_half(model: Any) -> bool:
-    return any(_computes_in_half(layer) for layer in model._flatten_layers())
-
-
-def _name(model: Any) -> str:
-    dtypes = [policy_of(layer).compute_dtype for layer in model._flatten_layers()]
-    return next((f"mixed_{dtype}" for dtype in HALF if dtype in dtypes), "float32")
-
-
-def _half_policies(model: Any) -> Any:
-    """layer -> its policy in a model that is to compute in half precision."""
-    if _has_half(model):
-        return lambda layer: None
-    policy = MixedFloat16()
-    graph = graph_of(model) if is_graph(model) else None
-    kept = [p for t in (graph.outputs if graph else ()) for p in producers(t)]
-    kept += [x for x in model._flatten_layers() if policy.decide(x).goes_for_all]
-    within = {id(part) for layer in kept for part in layer._flatten_layers()}
-    half = keras.DTypePolicy(policy.name)
-    return lambda layer: _FLOAT32 if id(layer) in within else half
 
 
 def _of_layer(operation: Any) -> str:
@@ -210,13 +194,7 @@ def _to_keep(verdict: Verdict, born: Any, epsilons: Sequence[str]) -> tuple[str,
 
 def _is_cured(model: Any, batch: Any, choose: Any, kept: Sequence[str]) -> bool:
     """Is everything finite, unscaled, with these layers in float32?"""
-    patterns = [re.compile(f"{re.escape(path)}(/.*)?") for path in kept]
-
-    def chosen(layer: Any) -> Any:
-        path = layer_path(layer)
-        return _FLOAT32 if any(p.fullmatch(path) for p in patterns) else choose(layer)
-
-    with policies_meanwhile(model, chosen):
+    with policies_meanwhile(model, with_float32(choose, kept)):
         seen = probe(model, batch, 1.0)
     gradients = [g for g in seen.gradients.values() if g is not None]
     return all(o.values.finite for o in seen.outputs) and all(

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,10 +10,8 @@ from keras import ops
 
 from keras_mp.backend.differentiation import See, differentiate
 from keras_mp.diagnostics.ranges import Range, range_of
-from keras_mp.integration import calls_made_by
+from keras_mp.diagnostics.results import results_through
 from keras_mp.policies import layer_path
-
-_MEMORY = ("_dtype_policy", "_keras_mp_decision", "_keras_mp_settled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,28 +108,14 @@ class _Calls:
         self.made: list[tuple[str, Any, str]] = []
         self._known: dict[int, Any] = {}
         self._times: dict[str, int] = {}
-        self._within_loop = False
 
     @contextlib.contextmanager
     def shown_to(self, see: See) -> Iterator[None]:
         self.__init__()  # type: ignore[misc]  # It may run more than once.
         self._see = see
-        with calls_made_by(self._make):
+        with results_through(self._shown):
             yield
         self._known.clear()
-
-    def _make(self, operation: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
-        if self._within_loop:
-            return call(*args, **kwargs)
-        # Its cell is called at each step.
-        self._within_loop = isinstance(operation, keras.layers.RNN)
-        try:
-            result = call(*args, **kwargs)
-        finally:
-            self._within_loop = False
-        return keras.tree.map_structure(
-            functools.partial(self._shown, operation), result
-        )
 
     def _shown(self, operation: Any, x: Any) -> Any:
         # A layer of layers returns what its last layer has returned.
@@ -150,30 +133,3 @@ class _Calls:
         path = layer_path(operation) if is_layer else operation.name
         times = self._times[path] = self._times.get(path, 0) + 1
         return path if times == 1 else f"{path} (output {times})"
-
-
-@contextlib.contextmanager
-def policies_meanwhile(
-    model: Any, choose: Callable[[Any], keras.DTypePolicy | None]
-) -> Iterator[None]:
-    """Lets the layers of a model compute under other policies for a while.
-
-    Args:
-        model: the model.
-        choose: layer -> its policy, or None for the one that it has.
-    """
-    layers = model._flatten_layers()
-    before = [
-        (vars(x), {k: vars(x)[k] for k in _MEMORY if k in vars(x)}) for x in layers
-    ]
-    try:
-        for layer, policy in [(x, choose(x)) for x in layers]:
-            if policy is not None and layer.quantization_mode is None:
-                layer.dtype_policy = policy
-                layer._keras_mp_settled = layer.dtype_policy
-        yield
-    finally:
-        for attributes, memory in before:
-            for name in _MEMORY:
-                attributes.pop(name, None)
-            attributes.update(memory)
