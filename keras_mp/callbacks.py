@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
-from keras_mp.backend.logs import MONITORED
+from keras_mp.backend.logs import MONITORED, UNDERFLOW
 from keras_mp.loss_scale import check_whole_number
 from keras_mp.nonfinite import named, newest
 
@@ -27,18 +27,26 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     Args:
         quiet_steps: after how many steps without a skip a skip is told of.
+        underflow: whether to add `underflow`: of the scaled gradients by the variables
+            of float16 layers that are not 0, the share below the smallest normal
+            number of float16, 2^-14, where bits are lost. It reads every gradient once
+            more.
 
     Raises:
         ValueError: if `quiet_steps` is no whole number of at least 1.
+        TypeError: if `underflow` is no bool.
     """
 
     # On JAX Keras calls `on_train_batch_end` beside the training, on several threads.
     async_safe = True
 
-    def __init__(self, quiet_steps: int = 100) -> None:
+    def __init__(self, quiet_steps: int = 100, underflow: bool = False) -> None:
         super().__init__()
         check_whole_number("quiet_steps", quiet_steps)
+        if not isinstance(underflow, bool):
+            raise TypeError(f"`underflow` must be a bool. Received: {underflow=}.")
         self.quiet_steps = quiet_steps
+        self.underflow = underflow
         self._lock = threading.Lock()
         self._scale, self._skipped, self._batch = 0.0, 0, -1
         self._falls = self._quiet = 0
@@ -48,8 +56,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
         """Lets the train step tell; one that was made before is made again."""
         super().set_model(model)
         attributes = vars(model)
-        if MONITORED not in attributes:
-            attributes[MONITORED] = True
+        wanted = UNDERFLOW if self.underflow else True
+        if attributes.get(MONITORED) not in (wanted, UNDERFLOW):
+            attributes[MONITORED] = wanted
             model.train_function = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -33,7 +33,7 @@ from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
 from keras_mp.parts import note_call
 from keras_mp.policies import first_call, policy_in_files, settle, settle_by_class
-from keras_mp.scaling import losses_in_float32, scale_optimizer
+from keras_mp.scaling import losses_in_float32, scale_optimizer, watched_for_underflow
 
 
 def install() -> None:
@@ -209,6 +209,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
             scale_optimizer(model)
         step = original
         if isinstance(model.optimizer, LossScaleOptimizer):
+            model.optimizer.underflow_watch.watch(watched_for_underflow(model))
             step = engine.undo_skipped(model, model.optimizer, original)
         with gradient_stage.train_step():
             result = step(*args)

@@ -22,6 +22,7 @@ from keras_mp.inner_optimizer import (
 from keras_mp.loss_scale import LossScaleRule, LossScaleState
 from keras_mp.nonfinite import ROWS, NonfiniteGradient, counted, report
 from keras_mp.skip_watch import SkipWatch
+from keras_mp.underflow import UnderflowWatch
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
@@ -113,6 +114,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.rule = rule
         self.max_consecutive_skips = max_consecutive_skips
         self.skip_watch = skip_watch
+        self.underflow_watch = UnderflowWatch()
         self._inner_follows = True
         # The stage is Python's own: TensorFlow's tracking must not wrap it.
         self._stage = GradientStage()
@@ -325,6 +327,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         known = len(grads) == len(self._trainable_variables)
         variables = self._trainable_variables if known else [None] * len(grads)
+        self.underflow_watch.look(grads, variables)
         return engine.poison(self._divided(grads, variables, scale))
 
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -382,6 +385,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(variables)
         tracing = engine.is_tracing()
         if self._stage.take(tracing):
+            self.underflow_watch.look(grads, variables)
             grads = self._divided(grads, variables, self.dynamic_scale.value)
         narrowed = self._narrowed(grads, variables)
         if self._accumulates():

@@ -8,6 +8,7 @@ from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from keras_mp import optimizer_log
 from keras_mp.backend import engine
+from keras_mp.backend.logs import MONITORED, UNDERFLOW
 from keras_mp.inner_optimizer import wrapper_of
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.parts import is_graph
@@ -25,6 +26,14 @@ def computes_in_float16(model: Any) -> bool:
         for layer in model._flatten_layers()
         if not (is_graph(layer) or isinstance(layer, keras.layers.InputLayer))
     )
+
+
+def watched_for_underflow(model: Any) -> list[Any]:
+    """The variables of float16 layers, if a monitor asks for underflowing gradients."""
+    if vars(model).get(MONITORED) != UNDERFLOW:
+        return []
+    layers = [x for x in model._flatten_layers() if x.compute_dtype == "float16"]
+    return [v for layer in layers for v in layer._trainable_variables]
 
 
 def losses_in_float32(losses: Any) -> Any:

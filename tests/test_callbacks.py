@@ -1,15 +1,20 @@
 """What LossScaleMonitor tells, where, and what it costs: no wait, no other numbers."""
 
 import csv
+import threading
 import warnings
 
 import keras
 import numpy as np
 import pytest
 from backends import BACKEND
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from keras import layers
 
 import keras_mp
+from keras_mp.underflow import subnormal_share
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(32, 4)).astype("float32")
@@ -94,6 +99,39 @@ def test_validation_has_none_of_it():
     assert set(history) == {"loss", "val_loss", *TOLD}
 
 
+UNDERFLOWING = [(X * 1e-5, 1.0, 0.75, np.float32(0.8)), (X, SCALE, 0.0, 0.05)]
+
+
+@pytest.mark.parametrize(("x", "scale", "lowest", "highest"), UNDERFLOWING)
+@pytest.mark.parametrize("compile", [{}, {"run_eagerly": True}])
+def test_the_share_of_underflowing_gradients_is_told_on_request(
+    x, scale, lowest, highest, compile
+):
+    # Of 40 in the float16 layer 32 are by its kernel, and tiny if the inputs are.
+    monitor, batches = keras_mp.callbacks.LossScaleMonitor(underflow=True), Batches()
+    history = fit(model_under(scale=scale, **compile), monitor, batches, x=x).history
+    assert set(history) == {"loss", "underflow", *TOLD}
+    shares = [float(logs["underflow"]) for logs in batches.logs]
+    assert len(shares) == 4
+    assert lowest <= min(shares) <= max(shares) <= highest
+
+
+def test_who_asks_for_underflow_later_gets_it():
+    model = model_under()
+    assert "underflow" not in fit(model, keras_mp.callbacks.LossScaleMonitor()).history
+    monitor = keras_mp.callbacks.LossScaleMonitor(underflow=True)
+    assert "underflow" in fit(model, monitor).history
+
+
+@given(arrays("float16", 20, elements=st.floats(width=16, allow_nan=False)))
+def test_the_share_is_that_of_numpy(values):
+    size = np.abs(values.astype("float64"))
+    present = size[size > 0]
+    share = np.mean(present < np.finfo("float16").tiny) if present.size else 0.0
+    grads = [keras.ops.convert_to_tensor(part) for part in np.split(values, [3, 20])]
+    assert float(subnormal_share(grads)) == pytest.approx(share)
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_an_optimizer_that_does_not_scale_adds_nothing(policy):
     history = fit(model_under(policy), keras_mp.callbacks.LossScaleMonitor()).history
@@ -146,7 +184,45 @@ def test_keras_calls_it_beside_the_training():
     assert callbacks._async_train
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="there Keras waits at every step")
+def test_no_step_of_the_training_waits_for_what_it_tells():
+    readers = []
+
+    class Number:
+        def __init__(self, value):
+            self.value = value
+
+        def __float__(self):
+            readers.append(threading.current_thread())
+            return float(self.value)
+
+    model = model_under()
+    monitor = keras_mp.callbacks.LossScaleMonitor(underflow=True)
+    fit(model, monitor)
+    function = model.train_function
+
+    def told(*args):
+        logs, state = function(*args)
+        # What stands still until the device has it.
+        return {name: Number(value) for name, value in logs.items()}, state
+
+    model.train_function = told
+    here = []
+    for batch_size in (8, 2):
+        readers.clear()
+        fit(model, monitor, batch_size=batch_size)
+        here.append(readers.count(threading.current_thread()))
+        # Elsewhere each of 4 numbers is read at each step.
+        assert len(readers) - here[-1] >= 4 * 32 / batch_size
+    assert here[0] == here[1]  # Here at the end of the epoch alone.
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "100", None, True])
 def test_quiet_steps_that_are_no_number_are_refused(steps):
     with pytest.raises((TypeError, ValueError), match="quiet_steps"):
         keras_mp.callbacks.LossScaleMonitor(quiet_steps=steps)
+
+
+def test_an_underflow_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match="`underflow` must be a bool. Received: under"):
+        keras_mp.callbacks.LossScaleMonitor(underflow=1)

@@ -46,6 +46,7 @@ LAYERS = [
         "optimizer_log",
         "policies",
         "skip_watch",
+        "underflow",
     ],
     # models that exist already
     ["conversion", "model_files", "model_inputs", "outputs", "scaling", "symbolic"],

@@ -228,7 +228,8 @@ def undo_skipped(
             results = model.get_metrics_result()
         logs = without_step(logs, results, skipped, any_measured(state[3]))
         scale = scaling[place[id(optimizer.dynamic_scale)]]
-        logs = with_scale(model, logs, scale, scaling[counter])
+        underflow = optimizer.underflow_watch.take()
+        logs = with_scale(model, logs, scale, scaling[counter], underflow)
         return logs, (after[0], non_trainable, scaling, metrics)
 
     return undoing

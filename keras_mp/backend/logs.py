@@ -6,18 +6,23 @@ from typing import Any
 import keras
 from keras import ops
 
-# Set on a model whose logs are to tell of its loss scale.
+# Set on a model whose logs are to tell of its loss scale; to UNDERFLOW if they are to
+# tell of underflowing gradients as well.
 MONITORED = "_keras_mp_monitored"
+UNDERFLOW = "underflow"
 
 
-def with_scale(model: Any, logs: Any, scale: Any, skipped_steps: Any) -> Any:
+def with_scale(
+    model: Any, logs: Any, scale: Any, skipped_steps: Any, underflow: Any
+) -> Any:
     """The logs with the loss scale after the step, if the model is monitored.
 
     Among a step's own results they reach every logger, and no step waits for them.
     """
     if not isinstance(logs, dict) or MONITORED not in vars(model):
         return logs
-    return {**logs, "loss_scale": scale, "skipped_steps": skipped_steps}
+    logs = {**logs, "loss_scale": scale, "skipped_steps": skipped_steps}
+    return logs if underflow is None else {**logs, UNDERFLOW: underflow}
 
 
 def loss_is_finite(logs: Any) -> Any:

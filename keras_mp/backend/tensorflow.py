@@ -251,7 +251,13 @@ def undo_skipped(
 
         tf.cond(skipped, reset, lambda: None)
         logs = without_step(logs, model.get_metrics_result(), skipped, measured)
-        return with_scale(model, logs, optimizer.loss_scale, optimizer.skipped_steps)
+        return with_scale(
+            model,
+            logs,
+            optimizer.loss_scale,
+            optimizer.skipped_steps,
+            optimizer.underflow_watch.take(),
+        )
 
     return undoing
 

@@ -162,7 +162,13 @@ def undo_skipped(
         return told(without_step(logs, model.get_metrics_result(), True, measured))
 
     def told(logs: Any) -> Any:
-        return with_scale(model, logs, optimizer.loss_scale, optimizer.skipped_steps)
+        return with_scale(
+            model,
+            logs,
+            optimizer.loss_scale,
+            optimizer.skipped_steps,
+            optimizer.underflow_watch.take(),
+        )
 
     return undoing
 

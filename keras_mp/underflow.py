@@ -1,0 +1,49 @@
+"""The share of gradients that underflow in float16, where somebody asks for it."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from keras import ops
+
+SMALLEST_NORMAL = 2.0**-14
+
+
+class UnderflowWatch:
+    """Looks at the scaled gradients of one optimizer's steps."""
+
+    def __init__(self) -> None:
+        self._watched: Collection[int] = ()
+        self._share: Any = None
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        """Watches the gradients by these variables, from this step (or trace) on."""
+        self._watched, self._share = {id(v) for v in variables}, None
+
+    def look(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Is shown the scaled gradients of a step; costs nothing if none is watched."""
+        pairs = zip(grads, variables, strict=True)
+        seen = [g for g, v in pairs if g is not None and id(v) in self._watched]
+        if seen:
+            self._share = subnormal_share(seen)
+
+    def take(self) -> Any:
+        """The share of the step just made, a float32 scalar; None if none was seen."""
+        share, self._share = self._share, None
+        return share
+
+
+def subnormal_share(grads: Sequence[Any]) -> Any:
+    """Of the elements that are not 0, the share below the normal numbers of float16.
+
+    There bits are lost, and below 2^-25 all of them. What became 0 cannot be told from
+    what was 0.
+    """
+    below = present = 0.0
+    for grad in grads:
+        # Of a sparse gradient of TensorFlow's, what it holds.
+        values = grad.values if hasattr(grad, "dense_shape") else grad
+        size = ops.abs(ops.cast(values, "float32"))
+        nonzero = ops.sum(ops.cast(size > 0, "float32"))
+        below += nonzero - ops.sum(ops.cast(size >= SMALLEST_NORMAL, "float32"))
+        present += nonzero
+    return below / ops.maximum(present, 1.0)
