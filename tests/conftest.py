@@ -1,5 +1,6 @@
 """Every test starts and ends under the global policy float32, with a fixed seed."""
 
+import browser as chromium
 import hypothesis
 import keras
 import pytest
@@ -18,6 +19,25 @@ if keras.backend.backend() == "tensorflow":
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 4,
     )
+
+
+def pytest_report_header():
+    return None if chromium.found() else chromium.WANTED
+
+
+def pytest_collection_modifyitems(config, items):
+    """What a page looks like is no matter of the backend: one of them is enough."""
+    if keras.backend.backend() != "jax":
+        looking = [item for item in items if "browser" in item.fixturenames]
+        config.hook.pytest_deselected(items=looking)
+        items[:] = [item for item in items if item not in looking]
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, for the tests that look at a page."""
+    with chromium.opened() as opened:
+        yield opened
 
 
 @pytest.fixture(autouse=True)

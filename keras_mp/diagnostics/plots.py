@@ -6,13 +6,16 @@ changes what a notebook or a script has set up for itself.
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context, style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -30,6 +33,20 @@ _STYLES: tuple[dict[str, Any], ...] = (
 _COLOURS = ("#0072B2", "#E69F00")  # Okabe and Ito's.
 
 
+# Captions name colours, and sizes fit: under whatever style the user has chosen.
+_our_style = style.context("default")
+
+
+class Picture(Figure):
+    """A figure that notebooks show, whether or not they have imported pyplot yet."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png")
+        return out.getvalue()
+
+
+@_our_style
 def plot_training(
     losses: Mapping[str, Sequence[float]],
     scales: Sequence[float],
@@ -49,7 +66,7 @@ def plot_training(
         >>> figure = plot_training({"float32": [2.1, 0.4]}, [32768.0] * 100)
         >>> save_png(figure, "training.png")
     """
-    figure = Figure(figsize=(11, 5), dpi=120)
+    figure = Picture(figsize=(11, 5), dpi=120)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, losses)
@@ -63,6 +80,25 @@ def plot_training(
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes `figure` to `path` as a PNG, whatever the name ends in."""
     figure.savefig(path, format="png")
+
+
+def svg_and_caption(figure: Figure) -> tuple[str, str]:
+    """What a page shows of `figure`: its SVG, and as a text its caption.
+
+    In the picture, which it leaves, the caption would be as small as the window makes
+    all of it.
+    """
+    caption = " ".join(" ".join(t.get_text().split()) for t in figure.texts)
+    for text in [*figure.texts]:
+        text.remove()
+    figure.tight_layout()
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none"}):  # Texts as texts, to be read and found.
+        figure.savefig(out, format="svg", metadata=nothing)
+    svg = "<svg" + out.getvalue().partition("<svg")[2]
+    # It is for `*`: within a page, for all that stands there.
+    return re.sub("<style.*?</style>", "", svg, flags=re.DOTALL), caption
 
 
 def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[float]]) -> None:
@@ -134,6 +170,7 @@ def _say_scales(scales: Sequence[float], skipped_steps: Sequence[int]) -> str:
     return f"Right: the loss scale. {skipped}, and {grown}."
 
 
+@_our_style
 def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
     """Draws histograms of exponents, and what float16 holds of them.
 
@@ -145,48 +182,61 @@ def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
         A figure with a caption, on an Agg canvas: what figure 3 of Micikevicius et al.,
         Mixed Precision Training, 2018, shows.
     """
-    figure = Figure(figsize=(9, 5), dpi=120)
+    figure = Picture(figsize=(6, 4.4), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     shift = math.floor(math.log2(scale))
     present = [e for r in ranges.values() for e in r.histogram]
-    low = min([*present, FLOAT16.lowest - shift]) - 2
-    high = max([*present, FLOAT16.highest - shift]) + 2
+    low = min([*present, FLOAT16.lowest - shift]) - 3
+    high = max([*present, FLOAT16.highest - shift]) + 3
     exponents = np.arange(low, high + 1)
     width = 0.8 / max(len(ranges), 1)
+    bars = []
     for index, (name, found) in enumerate(ranges.items()):
-        shares = [
-            100 * found.histogram.get(int(e), 0) / (found.size or 1) for e in exponents
-        ]
-        axes.bar(
-            exponents + (index - (len(ranges) - 1) / 2) * width,
-            shares,
-            width,
-            zorder=2,
-            color=_COLOURS[index % len(_COLOURS)],
-            label=f"gradients by {name} ({found.zeros / (found.size or 1):.0%} are 0)",
+        size = found.size or 1
+        beyond = (found.nans + found.infinities) / size
+        told = f", {beyond:.0%} are not finite" if beyond else ""
+        bars.append(
+            axes.bar(
+                exponents + (index - (len(ranges) - 1) / 2) * width,
+                [100 * found.histogram.get(int(e), 0) / size for e in exponents],
+                width,
+                zorder=2,
+                color=_COLOURS[index % len(_COLOURS)],
+                label=f"by {name} ({found.zeros / size:.0%} are 0{told})",
+            )
         )
-    lowest, normal = FLOAT16.lowest - shift, FLOAT16.lowest_normal - shift
-    axes.axvspan(low, lowest - 1.5, color="#D55E00", alpha=0.15, label="become 0")
-    axes.axvspan(
-        lowest - 1.5, normal - 0.5, color="#F0E442", alpha=0.25, label="subnormal"
-    )
-    axes.axvspan(
-        FLOAT16.highest - shift + 0.5,
-        high,
-        color="#CC79A7",
-        alpha=0.25,
-        label="overflow",
-    )
+    lowest, normal = FLOAT16.lowest - shift - 1.5, FLOAT16.lowest_normal - shift - 0.5
+    highest = FLOAT16.highest - shift + 0.5
+    bands = [
+        axes.axvspan(start, end, facecolor=colour, alpha=0.35, label=label)
+        for start, end, colour, label in (
+            (low, lowest, "#D55E00", "become 0"),
+            (lowest, normal, "#F0E442", "lose bits"),
+            (highest, high, "#CC79A7", "overflow"),
+        )
+    ]
     axes.set_xlim(low, high)
-    axes.set_xlabel("exponent e of the unscaled gradient: 2^e to 2^(e+1)")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    axes.set_xlabel("exponent e of the gradient, unscaled: 2^e to 2^(e+1) (no unit)")
     axes.set_ylabel("share of the elements (%)")
-    axes.legend(loc="best", fontsize=8)
+    # The legend stands between it and the bars, which may reach anywhere.
+    axes.set_title(f"Gradients in float16 at a loss scale of {scale:g}", pad=42)
+    axes.legend(
+        handles=[*bars, *bands],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=3,
+        fontsize=9,
+        columnspacing=1,
+        frameon=False,
+    )
     caption = (
         "Gradients by their exponents, and what float16 holds of them at a loss scale "
         f"of {scale:g} (2^{shift}): what stands left of the yellow band becomes 0, "
         "what stands right of the white one overflows."
     )
-    figure.text(0.02, 0.02, textwrap.fill(caption, 120), fontsize=9, va="bottom")
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.text(0.02, 0.02, textwrap.fill(caption, 90), fontsize=9, va="bottom")
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     return figure

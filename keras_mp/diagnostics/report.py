@@ -1,14 +1,12 @@
 """What `diagnose` has found, in words, tables and pictures."""
 
 import dataclasses
-import html
-import io
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keras_mp.diagnostics import page
 from keras_mp.diagnostics.findings import Finding
 from keras_mp.diagnostics.ranges import FLOAT16, FORMATS, joined
 from keras_mp.diagnostics.verdict import LOST, Measured, Verdict, power, window_of
@@ -73,11 +71,11 @@ class Report:
 
     def _forward(self) -> Iterator[str]:
         if self.verdict.overflowing:
-            first = self.verdict.overflowing[0]
+            first, *others = self.verdict.overflowing
+            told = f": the first of {1 + len(others)} outputs that overflow"
             yield (
                 f"{first.path} returns magnitudes of up to {first.range.largest:.3g}, "
-                "and float16 ends at 65504: the first of "
-                f"{_count(self.verdict.overflowing, 'output')} that overflow."
+                f"and float16 ends at 65504{told if others else ''}."
             )
         elif self.broken:
             yield (
@@ -98,11 +96,12 @@ class Report:
             )
         if verdict.too_small:
             worst = max(verdict.too_small, key=self._lost)
+            count = len(verdict.too_small)
+            told = f"{count} gradients lose more than {LOST:.2%} of their magnitude; "
             yield (
                 f"At the present loss scale, {self.scale:g}, "
-                f"{_count(verdict.too_small, 'gradient')} lose more than {LOST:.2%} of "
-                f"their magnitude; the {worst.kind} of {worst.path} loses "
-                f"{self._lost(worst):.0%}."
+                f"{told if count > 1 else ''}the {worst.kind} of {worst.path} loses "
+                f"{self._lost(worst):.0%} of its magnitude."
             )
         holds = f"{self.scale:g}, {'is' if window.holds(self.scale) else 'is not'}"
         if not verdict.outliers:
@@ -132,6 +131,8 @@ class Report:
         if self.line:
             cured = "all outputs and gradients are" if self.cured else "not all is"
             yield f"With these layers in float32 {cured} finite: {self.line}"
+            if not self.cured:
+                yield "keras_mp.find_float32_layers(model, (x, y)) finds what else."
 
     def _lost(self, measured: Measured) -> float:
         return measured.range.lost(FLOAT16, self.scale)
@@ -176,9 +177,11 @@ class Report:
             "histogram": {str(e): n for e, n in found.histogram.items()},
         }
 
-    def _table(self, measured: Sequence[Measured], title: str = "") -> Table:
+    def _table(
+        self, measured: Sequence[Measured], title: str = "", notes: Sequence[str] = ()
+    ) -> Table:
         columns = ("tensor", "what", "largest", "smallest", "lost", "headroom")
-        return Table(columns, [self._row(m) for m in measured], title)
+        return Table(columns, [self._row(m) for m in measured], title, notes)
 
     def _row(self, measured: Measured) -> tuple[str, ...]:
         found = measured.range
@@ -208,16 +211,17 @@ class Report:
     def _title(self) -> str:
         return f"{self.model}: {self.policy}, loss scale {self.scale:g}"
 
-    def __str__(self) -> str:
-        table = self._table(self.worst, self._title())
-        legend = (
+    def _legend(self) -> str:
+        return (
             f"The {len(self.worst)} of {len(self.measured)} tensors with least room. "
             "Magnitudes are those of float32, unscaled; lost is what vanishes of a "
             "gradient, and headroom the powers of two above the largest and below the "
             "smallest, in float16 at the loss scale."
         )
-        notes = [*(f"- {sentence}" for sentence in self.sentences), "", legend]
-        return Table(table.columns, table.rows, table.title, notes).text()
+
+    def __str__(self) -> str:
+        said = [*(f"- {sentence}" for sentence in self.sentences), "", self._legend()]
+        return self._table(self.worst, self._title(), said).text()
 
     __repr__ = __str__
 
@@ -239,49 +243,32 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li>{html.escape(s)}</li>" for s in self.sentences)
-        tables = "".join(
-            f"<details><summary>{html.escape(name)}</summary>"
-            f"{self._table([m for m in self.measured if m.kind == kind]).html()}"
-            "</details>"
-            for kind, name in (
-                ("output", "All outputs"),
-                ("activation gradient", "All activation gradients"),
-                ("gradient", "All gradients"),
-            )
-        )
-        return (
-            f"<h2>{html.escape(self._title())}</h2><ul>{items}</ul>"
-            f"{self._picture()}{self._table(self.worst, 'Least room').html()}{tables}"
+        kinds = ("output", "activation gradient", "gradient")
+        tables = [[m for m in self.measured if m.kind == kind] for kind in kinds]
+        return page.cell(
+            self._title(),
+            page.items(self.sentences),
+            self._picture(),
+            self._table(self.worst, "Least room", [self._legend()]).html(),
+            *(
+                page.folded(
+                    f"All {found[0].kind}s ({len(found)})", self._table(found).html()
+                )
+                for found in tables
+                if found
+            ),
         )
 
     def _picture(self) -> str:
         try:
-            figure = self.plot()
+            from keras_mp.diagnostics.plots import svg_and_caption
         except ImportError:
             return "<p>No picture: matplotlib is not installed.</p>"
-        out = io.StringIO()
-        figure.savefig(out, format="svg")
-        return "<svg" + out.getvalue().partition("<svg")[2]
+        return page.picture(*svg_and_caption(self.plot()))
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that loads nothing from elsewhere."""
-        pathlib.Path(path).write_text(
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            f"<title>{html.escape(self._title())}</title><style>{_STYLE}</style>"
-            f"</head><body>{self._repr_html_()}</body></html>"
-        )
-
-
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left}"
-    "tr:nth-child(even){background:#f4f4f4}svg{max-width:100%;height:auto}"
-)
-
-
-def _count(found: Sequence[Measured], noun: str) -> str:
-    return f"{len(found)} {noun}{'s' if len(found) > 1 else ''}"
+        page.write(path, self._title(), self._repr_html_())
 
 
 def _fits_at(measured: Measured) -> str:

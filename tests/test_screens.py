@@ -1,0 +1,455 @@
+"""What users look at: pages in a browser, pictures, tables at 80 columns."""
+
+import inspect
+import pathlib
+import re
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+from browser import HEIGHT, NARROW, WIDE, required
+from keras import layers
+from matplotlib import style
+from rich.cells import cell_len
+
+import keras_mp
+from keras_mp import hardware
+from keras_mp.backend import devices
+from keras_mp.diagnostics import doctor, plots
+from keras_mp.diagnostics.ranges import range_of
+from keras_mp.rules import RULES
+
+X = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(8, 8)).astype("float32")
+LONG = "projection_of_the_feed_forward_block_of_a_decoder_of_many_layers"
+ODD = "<img src=x onerror='window.hit = 1'> & \"quoted\" &lt;"
+
+
+class Times(layers.Layer):
+    """Multiplies by a square, whose root float16 holds."""
+
+    def __init__(self, root, name):
+        super().__init__(name=name)
+        self.root = root
+
+    def call(self, x):
+        return x * self.root * self.root
+
+
+def modelled(policy, root=1.0, name="model"):
+    """Layers whose names are long, odd, and nested."""
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        inner = [layers.Dense(8, name=LONG), Times(root, ODD)]
+        quiet = layers.Rescaling(root**-2, name="quiet", dtype="float32")
+        block = keras.Sequential([keras.Input((8,)), *inner, quiet], name=f"a_{LONG}")
+        model = keras.Sequential([keras.Input((8,)), block, layers.Dense(8)], name=name)
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+def diagnosed(*args, **kwargs):
+    """One batch through it; a root of 1000 overflows."""
+    return keras_mp.diagnose(modelled(*args, **kwargs), X, Y)
+
+
+REPORTS = {
+    "float32": lambda: diagnosed("float32"),
+    "float16": lambda: diagnosed("mixed_float16", name="<script>window.hit = 1"),
+    "overflow": lambda: diagnosed("mixed_float16", 1e3),
+}
+
+
+@pytest.fixture(scope="module", params=REPORTS)
+def shown(request, browser, tmp_path_factory):
+    """A report, and the file that it has written."""
+    report = REPORTS[request.param]()
+    path = tmp_path_factory.mktemp(request.param) / "report.html"
+    report.to_html(path)
+    planted = "65504" in report.sentences[0]
+    assert planted == (request.param == "overflow")
+    return types.SimpleNamespace(report=report, path=path, browser=browser)
+
+
+@pytest.fixture(params=[WIDE, NARROW])
+def window(request, shown):
+    """The browser, with the report in a window of a desk or of a telephone."""
+    shown.browser.open(shown.path, request.param)
+    return shown.browser
+
+
+# The page of a diagnosis --------------------------------------------------------------
+
+
+def test_the_verdict_is_read_first(shown, window):
+    assert window.texts("li") == shown.report.sentences
+    assert window.hidden("h1, h2, li") == []
+    bottom, *below = window.ask(
+        "scrollTo(0, 0); return ['ul', 'svg', 'table'].map("
+        "x => all(x)[0].getBoundingClientRect()[x === 'ul' ? 'bottom' : 'top'])"
+    )
+    assert bottom < below[0] < below[1]
+    assert bottom < HEIGHT  # Without scrolling.
+
+
+def test_nothing_is_wider_than_the_window(window):
+    assert window.ask("return innerWidth") in (WIDE, NARROW)  # And not made small.
+    assert window.sideways() == []
+    window.click("summary")
+    assert window.sideways() == []
+    assert window.hidden("th, td, p, figcaption, summary") == []
+
+
+def test_a_click_opens_the_table_of_all(shown, window):
+    kinds = ("output", "activation gradient", "gradient")
+    counts = [sum(m.kind == k for m in shown.report.measured) for k in kinds]
+    assert min(counts) > 0
+    rows = [f"details:nth-of-type({n + 1}) tbody tr" for n in range(len(kinds))]
+    assert [len(window.hidden(row)) for row in rows] == counts  # Closed at first.
+    window.click("summary")
+    told = [f"All {k}s ({n})" for k, n in zip(kinds, counts, strict=True)]
+    assert window.texts("summary") == told
+    assert [len(window.texts(row)) for row in rows] == counts
+    assert [window.hidden(row) for row in rows] == [[]] * len(rows)
+
+
+def test_names_are_shown_as_they_are_and_run_nothing(shown, window):
+    window.click("summary")
+    names = [m.path for m in shown.report.measured]
+    assert sorted(window.texts("details td:first-child")) == sorted(names)
+    assert any(ODD in name for name in names) and any(LONG in name for name in names)
+    assert window.texts("h2")[0].startswith(f"{shown.report.model}: ")
+    assert window.ask("return [typeof hit, all('img, script').length]") == [
+        "undefined",
+        0,
+    ]
+
+
+def test_the_page_loads_nothing_and_the_console_is_silent(shown):
+    shown.browser.open(shown.path)
+    assert shown.browser.loaded() == []
+    assert shown.browser.complaints() == []
+
+
+def test_without_matplotlib_the_page_says_so_and_has_the_rest(browser, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, plots.__name__, None)  # Importing it raises.
+        diagnosed("float32").to_html(tmp_path / "report.html")
+    browser.open(tmp_path / "report.html")
+    assert "No picture: matplotlib is not installed." in browser.texts("p")
+    assert browser.hidden("h2, li, p, summary") == []
+
+
+# Its picture --------------------------------------------------------------------------
+
+
+def test_the_picture_is_within_the_window(window):
+    left, right, height = window.ask(
+        "const {left, right, height} = all('svg')[0].getBoundingClientRect();"
+        "return [left, right, height]"
+    )
+    size = window.ask("return innerWidth")
+    assert 0 <= left and right <= size and right - left > min(500, 0.9 * size)
+    assert height > 200
+
+
+def test_its_texts_can_be_read(window):
+    assert window.hidden("svg text") == []
+    assert window.overlaps("svg text") == []
+    assert min(window.ask("return all('svg text').map(x => boxes(x)[0].height)")) > 8
+    texts = window.texts("svg text")
+    for words in ("share of the elements (%)", "exponent e", "loss scale", "become 0"):
+        assert any(words in text for text in texts)
+    (caption,) = window.texts("figcaption")
+    assert caption.endswith(".") and "yellow band" in caption
+
+
+def test_its_bars_are_as_high_as_the_gradients_are_many(shown, window):
+    for kind, colour in (("gradient", "#0072b2"), ("activation gradient", "#e69f00")):
+        tensors = [t for t in shown.report.to_dict()["tensors"] if t["kind"] == kind]
+        counts = {}
+        for tensor in tensors:
+            for exponent, count in tensor["histogram"].items():
+                counts[int(exponent)] = counts.get(int(exponent), 0) + count
+        bars = f'svg path[clip-path][style*="{colour}"]'
+        heights = window.ask(
+            "return all(arguments[0]).map(x => x.getBoundingClientRect())"
+            ".sort((a, b) => a.left - b.left).map(x => x.height).filter(x => x)",
+            bars,
+        )
+        expected = np.array([counts[e] for e in sorted(counts)])
+        assert len(heights) == len(expected) > 3
+        np.testing.assert_allclose(
+            np.array(heights) / max(heights), expected / max(expected), atol=0.02
+        )
+        assert window.overlaps(bars, "#legend_1") == []
+
+
+def test_its_bands_stand_where_float16_ends(shown, window):
+    shift = round(np.log2(shown.report.scale))
+    bands = [
+        window.ask(
+            "const {left, right} = all(arguments[0])[0].getBoundingClientRect();"
+            "return [left, right]",
+            f'svg path[clip-path][style*="{colour}"]',
+        )
+        for colour in ("#d55e00", "#f0e442", "#cc79a7")
+    ]
+    ticks = window.ask(
+        "return all('svg #matplotlib\\\\.axis_1 text').map("
+        "x => [x.textContent, x.getBoundingClientRect()]).map("
+        "([text, box]) => [text, (box.left + box.right) / 2])"
+    )[:-1]
+    ticks = [(int(text.replace("\u2212", "-")), x) for text, x in ticks]
+    (e0, x0), *_, (e1, x1) = ticks
+
+    def exponent(x):
+        return e0 + (x - x0) * (e1 - e0) / (x1 - x0)
+
+    zero, subnormal, overflow = bands
+    ends = [exponent(x) for x in (zero[1], *subnormal, overflow[0])]
+    expected = [-25.5 - shift, -25.5 - shift, -14.5 - shift, 15.5 - shift]
+    np.testing.assert_allclose(ends, expected, atol=0.6)
+
+
+# Photographs --------------------------------------------------------------------------
+
+
+def colours(pixels):
+    return len(np.unique(pixels @ [65536, 256, 1]))
+
+
+@pytest.mark.parametrize("shown", ["overflow"], indirect=True)
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_the_photograph_shows_a_page_and_a_picture(shown, width, dark, tmp_path):
+    shown.browser.open(shown.path, width, dark)
+    photograph = shown.browser.photograph(tmp_path / "report.png")
+    assert photograph.shape[1] == width
+    assert (photograph[-1, -1].max() < 50) if dark else (photograph[-1, -1].min() > 250)
+    left, top, right, bottom = shown.browser.ask(
+        "const box = all('svg')[0].getBoundingClientRect();"
+        "return [box.left, box.top, box.right, box.bottom].map(Math.round)"
+    )
+    picture = photograph[top:bottom, left:right].reshape(-1, 3)
+    assert colours(picture) > 50
+    for colour in ([0, 114, 178], [230, 159, 0]):
+        assert (abs(picture - colour).max(axis=1) < 3).mean() > 0.001
+    assert colours(photograph[bottom:].reshape(-1, 3)) > 10  # The letters' shades.
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_text_stands_out_from_its_ground(shown, dark):
+    shown.browser.open(shown.path, dark=dark)
+    shown.browser.click("summary")
+    assert shown.browser.pale() == []
+    assert len(shown.browser.pale(22)) > 50  # None reaches that: all were asked.
+
+
+# In a notebook ------------------------------------------------------------------------
+
+# What a notebook has of its own, and JupyterLab's way with the tables of an output.
+NOTEBOOK = """<!doctype html><meta charset="utf-8"><style>
+body { background: %s; color: %s; font: 13px sans-serif; overflow-y: scroll }
+.output table { font-size: 12px; border: none; table-layout: fixed }
+.output tbody tr:nth-child(odd) { background: transparent }
+.output td, .output th { text-align: right; white-space: normal }
+</style><h2>A title</h2><p>Some <b>text</b>.</p><ul><li>an item</li></ul>
+<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>1</td></tr><tr><td>2</td></tr>
+</tbody></table><details><summary>more</summary>text</details>
+<figure><svg width="9" height="9"><path d="M0 0L9 9"/><text>t</text></svg>
+<figcaption>what</figcaption></figure><div class="output"></div>"""
+THEMES = {"light": ("#fff", "rgba(0, 0, 0, .87)"), "dark": ("#111", "#fff")}
+STYLES = (
+    "return all('body > :not(.output), body > :not(.output) *').map("
+    "x => [...getComputedStyle(x)].map(k => `${k}: ${getComputedStyle(x)[k]}`).join())"
+)
+CELLS = {
+    "diagnosis": lambda: diagnosed("mixed_float16"),
+    "inspection": lambda: keras_mp.inspect(keras.Sequential([layers.Dense(8)])),
+    "rules": lambda: RULES,
+}
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_can_be_read_and_leaves_the_notebook_as_it_is(
+    browser, cell, theme, tmp_path
+):
+    (tmp_path / "notebook.html").write_text(NOTEBOOK % THEMES[theme])
+    # The browser's theme need not be the notebook's.
+    browser.open(tmp_path / "notebook.html", dark=theme == "light")
+    before = browser.ask(STYLES)
+    show = "all('.output')[0].innerHTML = arguments[0]"
+    browser.ask(show, CELLS[cell]()._repr_html_())
+    assert len(before) > 10 and browser.ask(STYLES) == before
+    browser.click(".output summary")
+    assert browser.hidden(".output :is(p, li, td)") == []
+    assert browser.pale(within=".output") == []
+
+
+# Pictures -----------------------------------------------------------------------------
+
+FULL = range_of(2.0 ** np.arange(-60, 20.0))
+LOSSES = {"float32": [2.0, 0.5], "mixed_float16": [2.1, 0.5], "mixed_bfloat16": [2, 1]}
+DRAWN = {
+    plots.plot_training: [
+        (LOSSES, [2.0**15, 2.0**14, 2.0**14, 2.0**15], [2]),
+        ({"float32": [1.0]}, []),
+    ],
+    plots.plot_gradients: [
+        ({"weights": FULL, "activations": range_of(X / X * np.nan)}, 2.0**15),
+        ({"activations": range_of(X)}, 1.0),
+        ({}, 2.0**24),
+    ],
+}
+COUNTS = ("epoch", "step")  # Which need no unit.
+drawn = pytest.mark.parametrize(
+    ("plot", "arguments"),
+    [(plot, case) for plot, cases in DRAWN.items() for case in cases],
+)
+
+
+def test_every_plot_is_among_those_that_are_drawn_here():
+    def draws(function):
+        return inspect.signature(function).return_annotation == "Figure"
+
+    found = {
+        function
+        for name, function in inspect.getmembers(plots, inspect.isfunction)
+        if not name.startswith("_") and draws(function)
+    }
+    assert found == set(DRAWN)
+
+
+@drawn
+def test_a_plot_has_a_title_axes_with_units_and_a_sentence(plot, arguments):
+    figure = plot(*arguments)
+    assert figure.axes
+    for axes in figure.axes:
+        assert axes.get_title()
+        for label in (axes.get_xlabel(), axes.get_ylabel()):
+            assert label in COUNTS or re.fullmatch(r"\w.* \(.+\)", label)
+    (caption,) = figure.texts
+    assert re.fullmatch(r"[A-Z].*\.", caption.get_text(), re.DOTALL)
+
+
+@drawn
+def test_a_notebook_shows_a_plot_that_a_cell_ends_with(plot, arguments):
+    assert plot(*arguments)._repr_png_().startswith(b"\x89PNG")
+
+
+@drawn
+def test_nothing_in_a_plot_is_cut_off_or_covered(plot, arguments):
+    figure = plot(*arguments)
+    figure.draw_without_rendering()
+    (caption,) = figure.texts
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    boxes.append(caption.get_window_extent())
+    for index, box in enumerate(boxes):
+        assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max)
+        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        if legend:
+            area = legend.get_window_extent()
+            bars = [
+                bar.get_window_extent() for group in axes.containers for bar in group
+            ]
+            assert not any(area.overlaps(bar) for bar in bars)
+            for line in axes.get_lines():
+                path = line.get_path().transformed(line.get_transform())
+                assert not path.interpolated(50).intersects_bbox(area, filled=False)
+
+
+@drawn
+def test_a_plot_looks_the_same_whatever_style_the_user_has(plot, arguments):
+    def pixels(figure):
+        figure.canvas.draw()
+        return np.asarray(figure.canvas.buffer_rgba())
+
+    expected = pixels(plot(*arguments))
+    dark = {"font.size": 16, "figure.constrained_layout.use": True}
+    with style.context(["dark_background", dark]):
+        np.testing.assert_array_equal(pixels(plot(*arguments)), expected)
+
+
+# Terminals ----------------------------------------------------------------------------
+
+
+def examined():
+    chip = devices.Device("cuda", "a GPU " + "with a long name " * 6, (9, 0))
+    return doctor.Examination(
+        versions={f"package_{n}": "1.2.3.dev20261122+cuda" for n in range(5)},
+        driver="570.86.15",
+        recommended=hardware.Recommendation("mixed_float16", "It is " * 30, (chip,)),
+        side=4096,
+        products=(
+            doctor.Product("float32", 123456.789, 1.0),
+            doctor.Product(
+                "float16", failure="NotImplementedError: " + "no kernel " * 4
+            ),
+        ),
+        missing=("word " * 40,),
+    )
+
+
+WIDTH = 80
+# Module -> a table of it with the longest that can stand there, and what must be told.
+TABLES = {
+    "rule.py": (
+        lambda: keras_mp.MixedFloat16(float32=[f"{LONG}/{LONG}/.*"]).rules,
+        f"{LONG}/{LONG}",
+    ),
+    "diagnostics/doctor.py": (examined, "NotImplementedError: no kernel"),
+    "diagnostics/float32_layers.py": (
+        lambda: keras_mp.find_float32_layers(
+            modelled("mixed_float16", 1e3), (X, Y), verbose=0
+        ),
+        f"a_{LONG}/<img",
+    ),
+    "diagnostics/inspection.py": (
+        lambda: keras_mp.inspect(modelled("mixed_float16")),
+        f"a_{LONG}/{LONG}",
+    ),
+    "diagnostics/report.py": (
+        lambda: diagnosed("mixed_float16", 1e3),
+        f"a_{LONG}/{LONG}",
+    ),
+}
+PACKAGE = pathlib.Path(keras_mp.__file__).parent
+
+
+def test_every_module_that_prints_a_table_is_among_these():
+    prints = re.compile(r"^from (keras_mp\.tables|rich\.table) import", re.MULTILINE)
+    files = [p for p in PACKAGE.rglob("*.py") if prints.search(p.read_text())]
+    found = {p.relative_to(PACKAGE).as_posix() for p in files}
+    assert found == {*TABLES, "demo.py"}  # Which test_demo.py runs.
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_fits_80_columns_and_cuts_nothing_off(name):
+    make, told = TABLES[name]
+    lines = str(make()).splitlines()
+    assert max(cell_len(line) for line in lines) <= WIDTH
+    assert not any("…" in line for line in lines)
+    # A long path goes on below itself, within its column.
+    columns = [re.split("  +", line.strip()) for line in lines]
+    assert any(
+        told in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
+    )
+
+
+# Without a browser --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ci", "ends"), [("", pytest.skip), ("true", pytest.fail)])
+def test_without_a_browser_a_test_is_skipped_but_fails_in_continuous_integration(
+    ci, ends, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(ends.Exception, match="apt-get install chromium"):
+        required()
