@@ -71,7 +71,8 @@ class Run:
             x = inputs(model, self.case.batch)
             loss, targets = training(model, x, self.case.loss)
             model.compile(
-                optimizer=keras.optimizers.SGD(1e-3),
+                # Untrained, with a hundred layers, they have gradients of thousands.
+                optimizer=keras.optimizers.SGD(1e-3, clipnorm=1.0),
                 jit_compile=keras.backend.backend() == "jax",
                 run_eagerly=self._eagerly(),
                 **loss,
