@@ -142,6 +142,10 @@ def read(folder: str | os.PathLike[str]) -> Saved:
             raise ValueError(f"its format is not {_FORMAT!r}")
         structure = facts.pop("batch")
         overflow = Overflow(**facts)
+        if overflow.model not in (MODEL, WEIGHTS):
+            raise ValueError(f"its model is {overflow.model!r}")
+        if not isinstance(overflow.loss_scale, float):
+            raise ValueError(f"its loss_scale is {overflow.loss_scale!r}")
         file = _BATCH
         batch = Batch(_arrays(path / file), structure)
         file = _RANDOM_STATE

@@ -60,31 +60,39 @@ def load(
     Raises:
         BreakpointError: if that is not possible.
     """
-    weights = file.name == WEIGHTS
-    if weights and build is None:
+    if file.name == MODEL:
+        model = _read(keras.models.load_model, file, custom_objects=custom_objects)
+    elif build is None:
         raise BreakpointError(f"the breakpoint holds weights alone: {REMEDY}")
-    model = _built(build(), data) if build and weights else None
-    try:
-        if model is None:
-            model = keras.models.load_model(file, custom_objects=custom_objects)
-        else:
-            model.load_weights(file)
-    except Exception as error:  # Keras' readers raise whatever comes.
-        remedy = "classes of its own must be in the script that `--script` names"
-        raise BreakpointError(
-            f"cannot open {str(file)!r} ({remedy}): {error}"
-        ) from error
+    else:
+        model = _built(build(), data)
     if not isinstance(model.optimizer, LossScaleOptimizer):
         raise BreakpointError(
             f"the loss of the model must be scaled: {REMEDY}. Received: a model with "
             f"the optimizer {model.optimizer!r}"
         )
+    if file.name == WEIGHTS:
+        model.optimizer.build(model.trainable_variables)
+        _read(model.load_weights, file)
     return model
 
 
+def _read(reader: Callable, file: pathlib.Path, **options: Any) -> Any:
+    try:
+        return reader(file, **options)
+    except Exception as error:  # Keras' readers raise whatever comes.
+        remedy = "classes of its own must be in the script that `--script` names"
+        raise BreakpointError(
+            f"cannot open {str(file)!r} ({remedy}): {error}"
+        ) from error
+
+
 def _built(model: Any, data: Any) -> Any:
+    if not (isinstance(model, keras.Model) and model.compiled):
+        raise BreakpointError(
+            f"`build()` must return a keras.Model that is compiled. Received: {model!r}"
+        )
     if not model.built:
         model(data)
-    scale_optimizer(model)  # The layers are known only now.
-    model.optimizer.build(model.trainable_variables)
+    scale_optimizer(model)  # Its layers are known only now.
     return model
