@@ -205,11 +205,11 @@ def demo(backend: str | None, epochs: int, out: str) -> None:
     importlib.import_module("keras_mp.demo").demo(epochs=epochs, out=out)
 
 
-def choose_backend(asked: str | None) -> str:
+def choose_backend(asked: str | None, preferred: str | None = None) -> str:
     """The backend asked for, by argument or KERAS_BACKEND, or one that is installed.
 
-    Where nobody asked, that is the one in Keras' own configuration file if it is
-    installed, else the first of jax, tensorflow and torch that is.
+    Where nobody asked, that is the preferred one if it is installed, else the one in
+    Keras' own configuration file, else the first of jax, tensorflow and torch that is.
     """
     asked = asked or os.environ.get("KERAS_BACKEND")
     if asked:
@@ -222,7 +222,7 @@ def choose_backend(asked: str | None) -> str:
             fail(f"{asked} is not installed: pip install 'keras_mp[{asked}]'")
         return asked
 
-    for backend in (configured_backend(), *BACKENDS):
+    for backend in (preferred, configured_backend(), *BACKENDS):
         if backend in BACKENDS and is_installed(backend):
             return backend
     fail(
@@ -281,6 +281,30 @@ def _one_line(error: Exception) -> str:
     told = str(error).split("Exception encountered: ")[-1]
     told = told.split("Full object config: ")[0].strip().split("\n\n")[0]
     return " ".join(told.split()) or type(error).__name__
+
+
+# --------------------------------------------------------------------------------
+# keras-mp replay
+
+
+def replay(folder: str, backend: str | None, script: str | None) -> None:
+    """Prints what a saved step does here, on the backend asked for or on its own."""
+    os.environ["KERAS_BACKEND"] = choose_backend(backend, _backend_of(folder))
+    module = importlib.import_module("keras_mp.diagnostics.replay")
+    error = importlib.import_module("keras_mp.errors").BreakpointError
+    try:
+        names = module.names_in(script) if script else {}
+        print(module.replay(folder, build=names.get("build"), custom_objects=names))
+    except error as refused:
+        fail(_one_line(refused))
+
+
+def _backend_of(folder: str) -> str | None:
+    """The backend that a breakpoint was saved on; None if that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(os.path.join(folder, "breakpoint.json"), encoding="utf-8") as file:
+            return json.load(file).get("backend")
+    return None
 
 
 # --------------------------------------------------------------------------------
@@ -401,6 +425,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("model", metavar="MODEL", help="a .keras or .h5 file")
 
     command = commands.add_parser(
+        "replay",
+        allow_abbrev=False,
+        help="take a step again that overflowed and was saved by OverflowBreakpoint",
+        description="Opens what the callback OverflowBreakpoint has saved, takes the "
+        "step again, at the loss scale at which it overflowed, and prints whether it "
+        "overflows here too, and what keras_mp.diagnose says of it. Unless a backend "
+        "is asked for, on the one where it was saved.",
+    )
+    _add_backend(command)
+    command.add_argument(
+        "--script",
+        metavar="SCRIPT",
+        help="a script that defines the model's own classes; where only its weights "
+        "could be saved, also `build()`, which returns the compiled model. It is not "
+        "run as __main__",
+    )
+    command.add_argument("folder", metavar="FOLDER", help="the callback's folder")
+
+    command = commands.add_parser(
         "run",
         allow_abbrev=False,
         help="run an unmodified Keras training script under a policy",
@@ -432,6 +475,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(options.policy, options.script, options.args)
     elif options.command == "inspect":
         inspect(options.model, getattr(options, "backend", None))
+    elif options.command == "replay":
+        replay(options.folder, getattr(options, "backend", None), options.script)
     elif options.command == "doctor":
         doctor(getattr(options, "backend", None))
     else:

@@ -29,6 +29,7 @@ from keras.src import backend as keras_backend
 from keras_mp import gradient_stage, model_files, model_inputs, symbolic
 from keras_mp.backend import arange, attention, broadcasting, engine
 from keras_mp.backend.logs import any_measured
+from keras_mp.backend.single_steps import ONCE
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.outputs import keep_outputs_in_float32
 from keras_mp.parts import note_call
@@ -264,7 +265,8 @@ def _watch_skips(model: Any) -> None:
                 calls = 0  # After an error as well: `fit` may go on with better data.
                 optimizer.raise_if_diverged(engine.optimizer_values(args))
             calls += 1
-        return train_function(*args)
+        call = vars(model).pop(ONCE, None)
+        return call(train_function, args) if call else train_function(*args)
 
     model.train_function = watched
 

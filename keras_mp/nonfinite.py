@@ -8,6 +8,7 @@ and of the last of these steps (0: never).
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from keras import ops
 
 ROWS = 5
@@ -49,12 +50,24 @@ def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
             path=_path(variable),
             count=count,
             first_step=first,
-            kind=", ".join(k for k, n in (("inf", infinite), ("nan", nan)) if n),
+            kind=_kind(infinite, nan),
         )
         for variable, count, infinite, nan, first, _ in columns
         if count
     ]
     return sorted(lines, key=lambda line: -line.count)
+
+
+def added(
+    before: np.ndarray, after: np.ndarray, paths: Sequence[str]
+) -> dict[str, str]:
+    """Returns path -> kind of those whose counts have gone up from `before`."""
+    more = (after - before)[:3].tolist()
+    return {
+        path: _kind(infinite, nan)
+        for path, count, infinite, nan in zip(paths, *more, strict=True)
+        if count
+    }
 
 
 def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
@@ -71,6 +84,10 @@ def named(paths: Sequence[str]) -> str:
     """The first of these paths, as a message has them."""
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
     return ", ".join(paths[:NAMED]) + more
+
+
+def _kind(infinite: int, nan: int) -> str:
+    return ", ".join(k for k, n in (("inf", infinite), ("nan", nan)) if n)
 
 
 def _path(variable: Any) -> str:

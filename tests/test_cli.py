@@ -559,7 +559,7 @@ def test_inspect_without_a_file_is_one_line_and_status_2(work, path):
 # the command itself
 
 
-COMMANDS = ("run", "demo", "inspect", "doctor")
+COMMANDS = ("run", "demo", "inspect", "replay", "doctor")
 
 
 @pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in COMMANDS)])

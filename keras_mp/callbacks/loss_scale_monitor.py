@@ -1,4 +1,4 @@
-"""Callbacks that show what loss scaling does during `fit`."""
+"""The loss scale in the logs of `fit`, and a word when it keeps falling."""
 
 import threading
 import warnings

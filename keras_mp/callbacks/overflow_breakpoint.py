@@ -1,0 +1,134 @@
+"""A breakpoint in `fit`, at a step that was skipped."""
+
+import os
+import shlex
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras.src.utils import io_utils
+
+from keras_mp.backend.generators import generator_states
+from keras_mp.backend.single_steps import (
+    ONCE,
+    attached,
+    one_at_a_time,
+    several_workers,
+)
+from keras_mp.diagnostics.batch import batch_of
+from keras_mp.diagnostics.breakpoint_folder import check_folder
+from keras_mp.diagnostics.model_or_weights import WEIGHTS
+from keras_mp.diagnostics.skipped_step import Step, save, scaling_of
+from keras_mp.loss_scale import check_whole_number
+
+
+class OverflowBreakpoint(keras.callbacks.Callback):
+    """At the n-th skipped step in a row saves all that it takes to repeat that step.
+
+    Its batch, the weights, the optimizer's state, the loss scale and the random seeds
+    as they were before it, and what `keras_mp.diagnose` says of them. `keras-mp replay
+    FOLDER` takes the step once more, here or elsewhere. Once in each call of `fit`,
+    which goes on and computes what it would have computed without: to end it there is
+    `max_consecutive_skips`. A tool to debug with: it waits for the device at each step.
+    An optimizer that does not scale is left alone.
+
+    Args:
+        folder: where to save. Created if it is missing; what a former breakpoint has
+            left there is replaced.
+        skips: at which skipped step in a row.
+
+    Raises:
+        TypeError: if `folder` is no path.
+        ValueError: if there is something else in `folder`; if `skips` is no whole
+            number of at least 1; and when `fit` begins on several replicas or
+            processes, each of which has but a part of the batch.
+
+    Example:
+
+    ```python
+    model.fit(x, y, callbacks=[keras_mp.callbacks.OverflowBreakpoint("overflow")])
+    ```
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], skips: int = 3) -> None:
+        super().__init__()
+        check_whole_number("skips", skips)
+        self.folder, self.skips = folder, skips
+        self._path = check_folder(folder)
+        self._epoch, self._watches = 0, False
+        self._step: Step | TypeError | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if others := several_workers(self.model):
+            raise ValueError(
+                "`OverflowBreakpoint` must see the whole batch of each step: train "
+                f"without it, or in one process on one device. Received: {others}."
+            )
+        # Better now than after hours of training.
+        check_folder(self._path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._watches = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch + 1
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        if self._watches:
+            # Not `self.model`, which on JAX has the state brought back at each step.
+            model: Any = self._model
+            vars(model)[ONCE] = self._call
+
+    def _call(self, train_function: Callable, args: Sequence[Any]) -> Any:
+        """Makes one call of the train function, with its steps in view if need be."""
+        model: Any = self._model
+        state = args[0] if keras.backend.backend() == "jax" else None
+        scaling = scaling_of(model, state)
+        steps = model.steps_per_execution
+        if scaling is None and getattr(model.optimizer, "built", True):
+            return train_function(*args)  # It does not scale.
+        if scaling and scaling.skips + steps < self.skips:
+            return train_function(*args)
+        return one_at_a_time(train_function, args, steps, self._before, self._after)
+
+    def _before(self, batch: Any, state: Any) -> None:
+        scaling = scaling_of(self._model, state)
+        skips = scaling.skips if scaling else 0
+        self._step = None
+        if self._watches and skips + 1 >= self.skips:
+            try:
+                self._step = Step(batch_of(batch), scaling, generator_states())
+            except TypeError as error:
+                self._step = error  # Told of only if it is wanted.
+
+    def _after(self, state: Any) -> None:
+        step, self._step = self._step, None
+        after = scaling_of(self._model, state)
+        if step is None or after is None or after.skips < self.skips:
+            return
+        self._watches = False
+        try:
+            if isinstance(step, TypeError):
+                raise step
+            with attached(self._model, state):
+                saved = save(self._path, self._model, step, after, self._epoch)
+        except Exception as error:  # Whatever it is, the training goes on.
+            warnings.warn(
+                f"{after.skips} steps in a row were skipped, and the last could not be "
+                f"saved in {os.fspath(self.folder)!r}: {type(error).__name__}: "
+                f"{error}. The training goes on.",
+                stacklevel=2,
+            )
+            return
+        command = f"keras-mp replay {shlex.quote(os.fspath(self.folder))}"
+        if saved.model == WEIGHTS:
+            command += (
+                " --script SCRIPT (the weights alone could be saved: its `build()` has "
+                "to return the compiled model)"
+            )
+        io_utils.print_msg(
+            f"\nkeras_mp: {saved.skips} steps in a row were skipped. The last, step "
+            f"{saved.step}, is saved. To replay it: {command}"
+        )
