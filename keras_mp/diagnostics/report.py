@@ -2,14 +2,13 @@
 
 import dataclasses
 import html
-import io
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_mp.diagnostics.findings import Finding
+from keras_mp.diagnostics.page import picture, words, write_page
 from keras_mp.diagnostics.ranges import FLOAT16, FORMATS, joined
 from keras_mp.diagnostics.verdict import LOST, Measured, Verdict, power, window_of
 from keras_mp.tables import Table
@@ -239,7 +238,6 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li>{html.escape(s)}</li>" for s in self.sentences)
         tables = "".join(
             f"<details><summary>{html.escape(name)}</summary>"
             f"{self._table([m for m in self.measured if m.kind == kind]).html()}"
@@ -251,33 +249,13 @@ class Report:
             )
         )
         return (
-            f"<h2>{html.escape(self._title())}</h2><ul>{items}</ul>"
-            f"{self._picture()}{self._table(self.worst, 'Least room').html()}{tables}"
+            f"{words(self._title(), self.sentences)}{picture(self.plot)}"
+            f"{self._table(self.worst, 'Least room').html()}{tables}"
         )
-
-    def _picture(self) -> str:
-        try:
-            figure = self.plot()
-        except ImportError:
-            return "<p>No picture: matplotlib is not installed.</p>"
-        out = io.StringIO()
-        figure.savefig(out, format="svg")
-        return "<svg" + out.getvalue().partition("<svg")[2]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that loads nothing from elsewhere."""
-        pathlib.Path(path).write_text(
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            f"<title>{html.escape(self._title())}</title><style>{_STYLE}</style>"
-            f"</head><body>{self._repr_html_()}</body></html>"
-        )
-
-
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left}"
-    "tr:nth-child(even){background:#f4f4f4}svg{max-width:100%;height:auto}"
-)
+        write_page(path, self._title(), self._repr_html_())
 
 
 def _count(found: Sequence[Measured], noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a training and of ranges: the only file that imports matplotlib.
+"""Pictures of trainings and of ranges: the only folder that imports matplotlib.
 
 Figures are built without `pyplot`, so that drawing one neither opens a window nor
 changes what a notebook or a script has set up for itself.
