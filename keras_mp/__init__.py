@@ -5,6 +5,7 @@ from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
 from keras_mp.diagnostics.diagnosis import diagnose
 from keras_mp.diagnostics.inspection import inspect
+from keras_mp.diagnostics.trainings import compare
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.hardware import recommended_policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
@@ -20,6 +21,7 @@ __all__ = [
     "Policy",
     "TrainingDivergedError",
     "callbacks",
+    "compare",
     "convert",
     "diagnose",
     "global_policy",

@@ -1,0 +1,47 @@
+"""A progress bar over several trainings."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def progress_bar(
+    total: int, verbose: int
+) -> Iterator[Callable[[str, int, float], None]]:
+    """A bar on stderr, so that a pipe gets the result alone; gone when all is done.
+
+    Args:
+        total: how many trainings there are.
+        verbose: 0 for no bar.
+
+    Yields:
+        A function that moves it: of what goes on, in words, how many trainings are
+        done, and how much of the present one.
+    """
+    # Here, not above: `import keras_mp` draws no bar.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    progress = Progress(
+        "{task.description}",
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not verbose,
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("", total=total)
+
+        def tell(text: str, done: int, part: float) -> None:
+            progress.update(task, description=text, completed=done + part)
+
+        yield tell
