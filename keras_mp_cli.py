@@ -318,6 +318,61 @@ def doctor(backend: str | None) -> None:
 
 
 # --------------------------------------------------------------------------------
+# keras-mp compare
+
+
+def compare(script: str, backend: str | None, out: str | None, **options: Any) -> None:
+    """Trains what a script defines under several policies, and prints what differs.
+
+    The script is imported as a module, before Keras is: it may choose the backend in
+    its first lines, as it may without us, but not another one than `backend`.
+    """
+    os.environ["KERAS_BACKEND"] = choose_backend(backend)
+    module = _imported(script)
+    keras_mp = importlib.import_module("keras_mp")
+    chosen = importlib.import_module("keras").backend.backend()
+    if backend not in (None, chosen):
+        fail(f"the script {script!r} chooses {chosen} itself, and not {backend}")
+    for name, rule in (
+        ("build", "returns a compiled model"),
+        ("data", "returns what to train with and what to validate with"),
+    ):
+        if not callable(getattr(module, name, None)):
+            fail(f"the script {script!r} must define {name}(), which {rule}")
+    data = module.data()
+    if not isinstance(data, tuple) or len(data) != 2:
+        fail(f"data() must return (train, validation). Received: {type(data).__name__}")
+    try:
+        comparison = keras_mp.compare(module.build, *data, **options)
+    except (TypeError, ValueError) as error:
+        # One of ours says all; one of the script's, or of Keras', needs its traceback.
+        name = _traces(error)[-1].tb_frame.f_globals["__name__"]
+        if not name.startswith("keras_mp.diagnostics"):
+            raise
+        fail(_one_line(error))
+    print(comparison)
+    if out is not None:
+        comparison.to_html(out)
+
+
+def _imported(script: str) -> types.ModuleType:
+    """The script as a module, which finds those beside it; without its main part."""
+    path = os.path.join(os.getcwd(), script)
+    name = os.path.splitext(os.path.basename(path))[0].replace(".", "_")
+    if not os.path.isfile(path):
+        fail(f"cannot read the script {script!r}: there is no such file")
+    sys.argv = [script]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader(name, path)
+    spec = importlib.util.spec_from_loader(name, loader)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    # Where pickle looks for what it defines.
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
+
+
+# --------------------------------------------------------------------------------
 # the command line
 
 
@@ -404,6 +459,42 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser(
+        "compare",
+        allow_abbrev=False,
+        help="train what a script defines under several policies, and compare",
+        description="Imports a script that defines build(), which returns a compiled "
+        "model, and data(), which returns (train, validation), trains under each "
+        "policy from the same weights with the same batches, and prints what differs: "
+        "metrics, time, memory, skipped steps.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_backend(command)
+    command.add_argument(
+        "--policies",
+        type=lambda text: text.split(","),
+        default="float32,mixed_float16,mixed_bfloat16",
+        metavar="A,B,...",
+        help="the policies; the others are compared with the first",
+    )
+    for name, default, told in (
+        ("--seeds", 3, "trainings under each policy"),
+        ("--epochs", 1, "epochs of each training"),
+        ("--batch-size", 32, "the size of batches of arrays"),
+    ):
+        command.add_argument(
+            name, type=_at_least_one, default=default, metavar="N", help=told
+        )
+    command.add_argument(
+        "--out",
+        type=_file_to_write,
+        # No default to show.
+        default=argparse.SUPPRESS,
+        metavar="PATH",
+        help="where to write it as HTML, with a picture",
+    )
+    command.add_argument("script", metavar="SCRIPT", help="a Python file")
+
+    command = commands.add_parser(
         "doctor",
         allow_abbrev=False,
         help="say what hardware is here, what is fast on it, which policy suits it",
@@ -477,6 +568,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         inspect(options.model, getattr(options, "backend", None))
     elif options.command == "replay":
         replay(options.folder, getattr(options, "backend", None), options.script)
+    elif options.command == "compare":
+        compare(
+            options.script,
+            getattr(options, "backend", None),
+            getattr(options, "out", None),
+            policies=options.policies,
+            seeds=options.seeds,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+        )
     elif options.command == "doctor":
         doctor(getattr(options, "backend", None))
     else:

@@ -6,6 +6,7 @@ from keras_mp.conversion import convert
 from keras_mp.diagnostics.diagnosis import diagnose
 from keras_mp.diagnostics.float32_layers import find_float32_layers
 from keras_mp.diagnostics.inspection import inspect
+from keras_mp.diagnostics.trainings import compare
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.hardware import recommended_policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
@@ -21,6 +22,7 @@ __all__ = [
     "Policy",
     "TrainingDivergedError",
     "callbacks",
+    "compare",
     "convert",
     "diagnose",
     "find_float32_layers",

@@ -80,3 +80,16 @@ class Table:
             f"{title}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
             f"</table>{notes}"
         )
+
+
+def in_bytes(size: int | None) -> str:
+    """A number of bytes in words; "?" for None."""
+    if size is None:
+        return "?"
+    if size < 1000:
+        return f"{size} B"
+    number, units = size / 1000, ["kB", "MB", "GB", "TB"]
+    while number >= 999.95 and len(units) > 1:
+        number /= 1000
+        units.pop(0)
+    return f"{number:.1f} {units[0]}"

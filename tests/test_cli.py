@@ -29,7 +29,7 @@ FAKES = {
         if os.environ.get("KERAS_BACKEND") == "broken":
             raise ImportError("no such backend")
         import keras.src.core
-        from keras import layers, models
+        from keras import backend, layers, models
         print("keras on", os.environ.get("KERAS_BACKEND"))
     """,
     "keras/models.py": """
@@ -40,6 +40,11 @@ FAKES = {
                 for line in text.splitlines():
                     raise ValueError(line + "\\nin its config\\n\\nand more")
             return "the model"
+    """,
+    "keras/backend.py": """
+        import os
+        def backend():
+            return os.environ["KERAS_BACKEND"]
     """,
     "keras/layers.py": "",
     "keras/src/__init__.py": "",
@@ -56,6 +61,15 @@ FAKES = {
             return SimpleNamespace(name=policy)
         def inspect(model):
             return f"inspected: {model}"
+        from keras_mp.diagnostics import compare
+    """,
+    "keras_mp/diagnostics.py": """
+        from types import SimpleNamespace
+        def compare(build, train, validation, **options):
+            if options["policies"] == ["refused"]:
+                raise ValueError("`policies` must be others.\\nReceived: these")
+            print(build(), train, validation, options)
+            return SimpleNamespace(to_html=lambda path: print("html to", path))
     """,
     "keras_mp/optimizer_log.py": """
         entries = None
@@ -556,10 +570,140 @@ def test_inspect_without_a_file_is_one_line_and_status_2(work, path):
 
 
 # --------------------------------------------------------------------------------
+# compare
+
+
+COMPARED = """
+    import keras
+    import beside
+
+    def build():
+        return "a model"
+
+    def data():
+        return "train", "validation"
+
+    if __name__ == "__main__":
+        raise SystemExit("not to be run")
+"""
+
+
+def compared(work, text, *args, **variables):
+    """Compares what a script in a folder of its own defines."""
+    write(work.folder, {"sub/beside.py": ""})
+    script = work.script(text, "sub/my-train.v2.py")
+    return work.command("compare", *args, script, **variables)
+
+
+def test_compare_trains_what_the_script_defines_and_passes_its_options_on(work):
+    install(work, "jax", "torch")
+    args = ["--policies", "a,b", "--seeds", "2", "--epochs", "4", "--batch-size", "8"]
+    result = compared(work, COMPARED, "--backend", "torch", "--out", "a.html", *args)
+    keras, compare, shown, html = result.stdout.splitlines()
+    assert keras == "keras on torch"
+    options = "{'policies': ['a', 'b'], 'seeds': 2, 'epochs': 4, 'batch_size': 8}"
+    assert compare == f"a model train validation {options}"
+    assert shown.startswith("namespace(") and html == "html to a.html"
+    assert (result.stderr, result.returncode) == ("", 0)
+
+
+def test_compare_has_the_defaults_of_the_function(work):
+    install(work, "jax")
+    result = compared(work, COMPARED)
+    assert (
+        "{'policies': ['float32', 'mixed_float16', 'mixed_bfloat16'], 'seeds': 3, "
+        "'epochs': 1, 'batch_size': 32}"
+    ) in result.stdout
+    assert "html to" not in result.stdout
+
+
+def test_compare_lets_the_script_choose_its_backend(work):
+    install(work, "jax", "torch")
+    choosing = "import os; os.environ['KERAS_BACKEND'] = 'torch'\n"
+    for variables in {}, {"KERAS_BACKEND": "jax"}:
+        result = compared(work, choosing + textwrap.dedent(COMPARED), **variables)
+        assert result.stdout.startswith("keras on torch\n"), result.stderr
+
+
+def test_classes_of_the_compared_script_can_be_pickled(work):
+    install(work, "jax")
+    result = compared(
+        work,
+        """
+        import pickle
+
+        class Point:
+            pass
+
+        def build():
+            return pickle.loads(pickle.dumps(Point())).__class__ is Point
+
+        def data():
+            return 1, 2
+        """,
+    )
+    assert "True 1 2 {" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "message"),
+    [
+        ("", [], "must define build(), which returns a compiled model"),
+        ("build = print", [], "must define data(), which returns what to train with"),
+        ("data = print; build = 3", [], "must define build()"),
+        ("data = dict; build = print", [], "must return (train, validation). Rec"),
+        (
+            "import os; os.environ['KERAS_BACKEND'] = 'jax'",
+            ["--backend", "torch"],
+            "chooses jax itself, and not torch",
+        ),
+        (
+            "build = print\ndef data(): return 1, 2",
+            ["--policies", "refused"],
+            "`policies` must be others. Received: these",
+        ),
+    ],
+)
+def test_compare_of_an_unfit_script_is_one_line_and_status_2(work, text, args, message):
+    install(work, "jax", "torch")
+    result = compared(work, text, *args)
+    assert result.stderr.startswith("keras-mp: error: ")
+    assert message in result.stderr and result.stderr.count("\n") == 1
+    assert result.returncode == 2
+
+
+def test_an_error_of_the_compared_script_has_its_traceback(work):
+    install(work, "jax")
+    text = COMPARED.replace('return "a model"', 'raise ValueError("mine")')
+    result = compared(work, text)
+    assert 'raise ValueError("mine")' in result.stderr and result.returncode == 1
+
+
+@pytest.mark.parametrize("script", ["missing.py", "fakes"])
+def test_compare_without_a_script_is_one_line_and_status_2(work, script):
+    install(work, "jax")
+    result = work.command("compare", script)
+    assert result.stderr == (
+        f"keras-mp: error: cannot read the script {script!r}: there is no such file\n"
+    )
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "args", [["--seeds", "0"], ["--epochs", "x"], ["--out", "no/such/a.html"]]
+)
+def test_compare_refuses_bad_values_before_it_starts(work, args):
+    install(work, "jax")
+    result = compared(work, COMPARED, *args)
+    assert f"argument {args[0]}" in result.stderr
+    assert (result.stdout, result.returncode) == ("", 2)
+
+
+# --------------------------------------------------------------------------------
 # the command itself
 
 
-COMMANDS = ("run", "demo", "inspect", "replay", "doctor")
+COMMANDS = ("run", "demo", "inspect", "replay", "doctor", "compare")
 
 
 @pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in COMMANDS)])

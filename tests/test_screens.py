@@ -19,6 +19,7 @@ from keras_mp import hardware
 from keras_mp.backend import devices
 from keras_mp.diagnostics import doctor, plots
 from keras_mp.diagnostics.ranges import range_of
+from keras_mp.diagnostics.spread import Ratio
 from keras_mp.rules import RULES
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
@@ -299,13 +300,24 @@ DRAWN = {
         (LOSSES, [2.0**15, 2.0**14, 2.0**14, 2.0**15], [2]),
         ({"float32": [1.0]}, []),
     ],
+    plots.plot_comparison: [
+        (
+            {"float32": [[2.0, 1.0], [2.1, 1.1]], "mixed_float16": [[2.0, np.nan]] * 2},
+            "accuracy",
+            {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]},
+            {
+                "time per step": {"mixed_float16": Ratio(0.5, 0.4, 0.7)},
+                "peak memory": {"mixed_float16": None},
+            },
+        ),
+    ],
     plots.plot_gradients: [
         ({"weights": FULL, "activations": range_of(X / X * np.nan)}, 2.0**15),
         ({"activations": range_of(X)}, 1.0),
         ({}, 2.0**24),
     ],
 }
-COUNTS = ("epoch", "step")  # Which need no unit.
+COUNTS = ("epoch", "step", "policy")  # Which need no unit.
 drawn = pytest.mark.parametrize(
     ("plot", "arguments"),
     [(plot, case) for plot, cases in DRAWN.items() for case in cases],

@@ -19,7 +19,7 @@ from keras_mp.diagnostics.other_policies import (
     policy_name,
     with_float32,
 )
-from keras_mp.diagnostics.progress import progress
+from keras_mp.diagnostics.progress_bar import progress_bar
 from keras_mp.diagnostics.smallest_set import smallest_set
 from keras_mp.parts import children_of, parts_of
 from keras_mp.policies import MixedBFloat16, MixedFloat16, MixedPolicy, layer_path
@@ -233,8 +233,8 @@ def find_float32_layers(
             return expected.errors(step(model, batch, scale))[0]
 
     before = worst([])
-    with progress("layers decided", len(units), verbose) as advance:
-        found = _search(units, worst, advance)
+    with progress_bar(len(units), verbose) as tell:
+        found = _search(units, worst, lambda n: tell("layers decided", n, 0.0))
         after = worst(found)
         alone = {u.path: worst([x for x in found if x != u]) for u in found}
     return Float32Layers(

@@ -11,7 +11,7 @@ from keras_mp.diagnostics.findings import Finding, findings_of
 from keras_mp.diagnostics.layer_facts import LayerFacts, facts_of, layers_of
 from keras_mp.parts import is_graph
 from keras_mp.symbolic import nodes_of
-from keras_mp.tables import Table
+from keras_mp.tables import Table, in_bytes
 
 _WIDTH = 80
 _GAP = 2
@@ -110,7 +110,7 @@ class Inspection:
                 layer.variable_dtype or "",
                 _known(layer.output_dtype),
                 layer.decided_by,
-                *(_size(getattr(layer, name)) for name in _SIZES),
+                *(in_bytes(getattr(layer, name)) for name in _SIZES),
             )
             for layer in self.layers
         ]
@@ -136,7 +136,7 @@ class Inspection:
         return f"{self.model}: {told or 'no layers'}"
 
     def _notes(self) -> list[str]:
-        total = {name: _size(size) for name, size in self.totals.items()}
+        total = {name: in_bytes(size) for name, size in self.totals.items()}
         told = f"Weights: {total['weight_bytes']}"
         if self.totals["weight_bytes"] != self.totals["weight_bytes_float32"]:
             told += f" ({total['weight_bytes_float32']} in float32)"
@@ -211,11 +211,11 @@ def _returns(layer: LayerFacts) -> str:
 def _weights(layer: LayerFacts) -> str:
     if not layer.weight_bytes:
         return "?" if layer.weight_bytes is None else ""
-    lines = [_size(layer.weight_bytes)]
+    lines = [in_bytes(layer.weight_bytes)]
     if layer.variable_dtype != "float32":
         lines.append(str(layer.variable_dtype))
     if layer.half_copy_bytes:
-        lines.append(f"+{_size(layer.half_copy_bytes)}")
+        lines.append(f"+{in_bytes(layer.half_copy_bytes)}")
     return "\n".join(lines)
 
 
@@ -223,8 +223,8 @@ def _outputs(layer: LayerFacts) -> str:
     if layer.compute_dtype is None:
         return ""  # Those of its layers.
     if layer.output_bytes == layer.output_bytes_float32:
-        return _size(layer.output_bytes)
-    return f"{_size(layer.output_bytes)}\n{_size(layer.output_bytes_float32)}"
+        return in_bytes(layer.output_bytes)
+    return f"{in_bytes(layer.output_bytes)}\n{in_bytes(layer.output_bytes_float32)}"
 
 
 def _is_unknown(layer: LayerFacts) -> bool:
@@ -235,15 +235,3 @@ def _is_unknown(layer: LayerFacts) -> bool:
 
 def _known(text: str | None) -> str:
     return "?" if text is None else text
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return "?"
-    if size < 1000:
-        return f"{size} B"
-    number, units = size / 1000, ["kB", "MB", "GB", "TB"]
-    while number >= 999.95 and len(units) > 1:
-        number /= 1000
-        units.pop(0)
-    return f"{number:.1f} {units[0]}"

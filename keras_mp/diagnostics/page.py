@@ -7,7 +7,8 @@ is not that of the browser.
 import html
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 _CELL = (
     ".keras-mp{overflow-wrap:break-word}"
@@ -54,10 +55,15 @@ def folded(name: str, part: str) -> str:
     return f"<details><summary>{html.escape(name)}</summary>{part}</details>"
 
 
-def picture(svg: str, caption: str) -> str:
-    """A drawing, and below it in plain text what to see in it."""
-    caption = html.escape(caption)
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
+def drawn(plot: Callable[[], Any]) -> str:
+    """The figure that `plot()` draws, and below it in plain text what to see in it."""
+    try:
+        from keras_mp.diagnostics.plots import svg_and_caption
+
+        svg, caption = svg_and_caption(plot())
+    except ImportError:
+        return "<p>No picture: matplotlib is not installed.</p>"
+    return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def write(path: str | os.PathLike[str], title: str, shown: str) -> None:

@@ -248,7 +248,7 @@ class Report:
         return page.cell(
             self._title(),
             page.items(self.sentences),
-            self._picture(),
+            page.drawn(self.plot),
             self._table(self.worst, "Least room", [self._legend()]).html(),
             *(
                 page.folded(
@@ -258,13 +258,6 @@ class Report:
                 if found
             ),
         )
-
-    def _picture(self) -> str:
-        try:
-            from keras_mp.diagnostics.plots import svg_and_caption
-        except ImportError:
-            return "<p>No picture: matplotlib is not installed.</p>"
-        return page.picture(*svg_and_caption(self.plot()))
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that loads nothing from elsewhere."""

@@ -22,20 +22,27 @@ def smallest_set(
         members: what to choose from; earlier ones are preferred. All of them together
             must hold.
         holds: is a set enough?
-        decided: is told how many more members are known to be in or out.
+        decided: is told how many members are known to be in or out.
 
     Returns:
         The members of the set, in their order.
     """
 
+    known = 0
+
+    def know(more: int) -> None:
+        nonlocal known
+        known += more
+        decided(known)
+
     def search(
         background: list[Member], tell: bool, pool: Sequence[Member]
     ) -> list[Member]:
         if tell and holds(background):
-            decided(len(pool))
+            know(len(pool))
             return []
         if len(pool) == 1:
-            decided(1)
+            know(1)
             return list(pool)
         half = len(pool) // 2
         first, second = list(pool[:half]), list(pool[half:])
@@ -44,6 +51,6 @@ def smallest_set(
         return of_first + of_second
 
     if not members or holds([]):
-        decided(len(members))
+        know(len(members))
         return []
     return search([], False, members)

@@ -1,0 +1,49 @@
+"""A progress bar."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def progress_bar(
+    total: int, verbose: int
+) -> Iterator[Callable[[str, int, float], None]]:
+    """A bar on stderr, so that a pipe gets the result alone; gone when all is done.
+
+    Args:
+        total: how many things there are to do.
+        verbose: 0 for no bar.
+
+    Yields:
+        A function that moves it: of what goes on, in words, how many things are done,
+        and how much of the present one.
+    """
+    # Here, not above: `import keras_mp` draws no bar.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    shown = verbose and (console.is_terminal or console.is_jupyter)
+    progress = Progress(
+        "{task.description}",
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not shown,
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("", total=total)
+
+        def tell(text: str, done: int, part: float) -> None:
+            progress.update(task, description=text, completed=done + part)
+
+        yield tell

@@ -1,0 +1,102 @@
+"""What several trainings learn from: the same for each of them."""
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+_KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has but the last.
+
+
+class TrainingData:
+    """Data that `fit` and `evaluate` can be given any number of times.
+
+    Args:
+        name: of the argument, for errors.
+        given: a tuple `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
+            argument, or a function that returns one of these.
+        batch_size: of arrays.
+
+    Raises:
+        TypeError: for what is no data, and for an iterator, which is gone after the
+            first training.
+        ValueError: for a tuple of another length.
+    """
+
+    def __init__(self, name: str, given: Any, batch_size: int) -> None:
+        if isinstance(given, Iterator):
+            raise TypeError(
+                f"`{name}` must be there for each training, and an iterator is gone "
+                f"after one. Received: {name}={given!r}. Give a function that returns "
+                "a new one."
+            )
+        if isinstance(given, str) or not (
+            callable(given) or any(hasattr(given, x) for x in _KINDS)
+        ):
+            raise TypeError(
+                f"`{name}` must be (x, y), (x, y, sample_weight), a dataset, or a "
+                f"function that returns one of these. Received: {name}={given!r}."
+            )
+        self._name, self._given, self._batch_size = name, given, batch_size
+        if not callable(given):
+            self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """What `evaluate` takes; `fit` takes it too."""
+        data = self._data()
+        if isinstance(data, tuple):
+            if not 1 <= len(data) <= 3:
+                raise ValueError(
+                    f"`{self._name}` must be (x, y) or (x, y, sample_weight). "
+                    f"Received: a tuple of {len(data)}."
+                )
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            arrays = {"x": x, "y": y, "sample_weight": sample_weight}
+            return {**arrays, "batch_size": self._batch_size}
+        if _is_array(data):
+            return {"x": data, "batch_size": self._batch_size}
+        return {"x": data}
+
+    def to_fit(self) -> dict[str, Any]:
+        """What `fit` takes: as its default is, shuffled by Keras where Keras can."""
+        arguments = self.arguments()
+        own = "batch_size" in arguments
+        own = own or isinstance(arguments["x"], keras.utils.PyDataset)
+        # Keras warns of datasets that it is asked to shuffle.
+        return {**arguments, "shuffle": own}
+
+    def first_batch(self) -> Any:
+        """One batch, as a train step gets it."""
+        data = self._data()
+        if not isinstance(data, tuple):
+            if not _is_array(data):
+                return next(iter(data))
+            data = (data,)
+        return keras.tree.map_structure(
+            lambda x: None if x is None else np.asarray(x[: self._batch_size]), data
+        )
+
+    def order(self) -> list[bytes]:
+        """Bits that tell whether data comes in another order; none of arrays.
+
+        These are put in order by Keras, which obeys the seed.
+        """
+        data = self._data()
+        if isinstance(data, tuple) or _is_array(data):
+            return []
+        parts = keras.tree.flatten(next(iter(data)))
+        return [
+            pickle.dumps(ops.convert_to_numpy(x))
+            for x in parts
+            if hasattr(x, "__array__")
+        ]
+
+    def _data(self) -> Any:
+        return self._given() if callable(self._given) else self._given
+
+
+def _is_array(data: Any) -> bool:
+    return hasattr(data, "shape") or isinstance(data, dict | list)

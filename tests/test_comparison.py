@@ -1,0 +1,718 @@
+"""`compare`: nothing differs but the policy, and what differs then is told."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, same_bits, values
+from keras import layers, ops
+from keras.src.backend.common import global_state
+
+import keras_mp
+from keras_mp.backend import memory
+from keras_mp.diagnostics import spread
+from keras_mp.diagnostics.comparison import Comparison
+from keras_mp.diagnostics.stopwatch import Stopwatch
+from keras_mp.diagnostics.training import Training
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(48, 8)).astype("float32")
+Y = X @ rng.normal(size=(8, 2)).astype("float32")
+TRAIN, VALIDATION = (X[:32], Y[:32]), (X[32:], Y[32:])
+THREE = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def model_of(*parts, optimizer="sgd", eager=True):
+    """Eager, as most of these tests compile nothing."""
+    model = keras.Sequential([keras.Input((8,)), *parts, layers.Dense(2, name="head")])
+    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=eager)
+    return model
+
+
+def build():
+    return model_of(layers.Dense(4, name="hidden"))
+
+
+def compare(build=build, train=TRAIN, validation=VALIDATION, *args, **kwargs):
+    kwargs = {"batch_size": 8, "verbose": 0, **kwargs}
+    return keras_mp.compare(build, train, validation, *args, **kwargs)
+
+
+# Nothing differs but the policy ---------------------------------------------------
+
+
+def test_the_same_policy_twice_gives_the_same_numbers():
+    def build():
+        return model_of(
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5),
+            optimizer="adam",
+            eager=False,
+        )
+
+    found = compare(build, policies=("float32", "float32"), seeds=2, epochs=2)
+    assert found.policies == ("float32", "float32 #2")
+    first, again, other, _ = found.trainings
+    assert (first.seed, again.seed, other.seed) == (0, 0, 1)
+    assert first.losses == again.losses and len(first.losses) == 2
+    assert first.metrics == again.metrics and set(first.metrics) == {"loss", "mae"}
+    assert first.losses != other.losses
+    assert found.difference("float32 #2", "loss").verdict == spread.SAME
+    assert first.seconds_per_step > 0
+    if BACKEND == "jax":
+        # Weights and Adam's moments, all of them in and out of the step in place.
+        assert first.peak_memory > 4 * 3 * (8 * 8 + 8 * 2)
+        assert first.peak_memory == again.peak_memory
+    else:
+        assert first.peak_memory is None
+
+
+class Noted(layers.Layer):
+    """Notes what it is called with in training."""
+
+    def __init__(self, notes):
+        super().__init__(dtype="float32")
+        self._note = notes.append
+
+    def call(self, x, training=False):
+        if training:
+            self._note(np.array(ops.convert_to_numpy(x)))
+        return x
+
+
+def test_each_policy_starts_from_the_same_weights_and_sees_the_same_batches():
+    models, batches, under = [], [], []
+
+    def drawn():
+        return sum(np.random.rand() for _ in models)
+
+    def build():
+        under.append(keras.config.dtype_policy().name)
+        batches.append([])
+        still = keras.optimizers.SGD(0.0)
+        # Not the same at each call, nor is what it leaves of the random state.
+        dense = layers.Dense(4, bias_initializer=lambda *_, **__: ops.ones(4) * drawn())
+        models.append(model_of(Noted(batches[-1]), dense, optimizer=still))
+        return models[-1]
+
+    found = compare(build, policies=THREE, seeds=(5, 7))
+    # Of each seed, the first has told the initial values and was never trained. The
+    # policies take turns in going first.
+    assert under == [THREE[i] for i in (0, 0, 1, 2, 0, 1, 2, 0)]
+    assert [(t.seed, t.policy) for t in found.trainings] == [
+        (seed, policy) for seed in (5, 7) for policy in THREE
+    ]
+    first, second = models[:4], models[4:]
+    assert len(second) == 4
+    for seed in (first, second):
+        weights = [values(m.trainable_variables) for m in seed]
+        assert all(same_bits(weights[0], other) for other in weights)
+    seen = [batch for batch in batches if batch]
+    assert len(seen) == 6 and len(seen[0]) == 4
+    for training in seen[1:3]:
+        assert same_bits(seen[0], training)
+    for training in seen[4:]:
+        assert same_bits(seen[3], training)
+    assert not same_bits(seen[0], seen[3])
+    initial = [values(m.trainable_variables) for m in (first[0], second[0])]
+    assert not same_bits(*initial)
+
+
+def test_layers_have_the_same_names_under_each_policy_and_the_count_goes_on():
+    layers.Dense(2)
+    paths = []
+
+    def build():
+        model = model_of(layers.Dense(4))
+        paths.append([layer.path for layer in model.layers])
+        return model
+
+    compare(build, seeds=1)
+    assert len(paths) == 4 and all(p == paths[0] for p in paths)
+    before = global_state.get_global_attribute("object_name_uids")["dense"]
+    assert layers.Dense(2).name == f"dense_{before}"
+
+
+def test_a_model_without_an_input_starts_from_the_same_weights():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+            self.drop = layers.Dropout(0.5)
+
+        def call(self, x, training=False):
+            return self.dense(self.drop(x["a"], training=training))
+
+    made = []
+
+    def build():
+        made.append(Own())
+        made[-1].compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+        return made[-1]
+
+    data = ({"a": X}, Y, np.ones(48, "float32"))
+    found = compare(build, data, data, seeds=1)
+    weights = [values(m.trainable_variables) for m in made]
+    assert len(weights[0]) == 2
+    assert all(same_bits(weights[0], other) for other in weights)
+    assert all(math.isfinite(t.metrics["loss"]) for t in found.trainings)
+
+
+# Data of every kind ---------------------------------------------------------------
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return X[8 * i : 8 * i + 8], Y[8 * i : 8 * i + 8]
+
+
+class Reordered(Batches):
+    """Is in another order after each epoch, whatever the seed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = 0
+
+    def on_epoch_end(self):
+        self.first += 1
+
+    def __getitem__(self, i):
+        return super().__getitem__((i + self.first) % 4)
+
+
+def generated():
+    for i in range(4):
+        yield Batches()[i]
+
+
+@pytest.mark.parametrize("data", [Batches(), Reordered])
+def test_a_dataset_or_a_function_that_makes_one_is_the_same_for_each(data):
+    found = compare(train=data, policies=("float32", "float32"), seeds=1, epochs=2)
+    one, other = found.trainings
+    assert one.losses == other.losses
+    assert not any("order" in note for note in found.notes)
+
+
+def test_a_dataset_that_changes_its_order_is_told():
+    with pytest.warns(UserWarning, match="order of its own"):
+        found = compare(train=Reordered(), policies=THREE[:2], seeds=1)
+    assert any("`train` give a function" in sentence for sentence in found.sentences)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras of its length
+def test_a_function_may_return_a_generator():
+    found = compare(train=generated, policies=("float32",) * 2, seeds=1)
+    one, other = found.trainings
+    assert one.losses == other.losses
+
+
+# What is told ---------------------------------------------------------------------
+
+
+class Spoiled(layers.Layer):
+    """Does something else when it is asked in a half dtype, and not to learn."""
+
+    def __init__(self, spoil, **kwargs):
+        super().__init__(**kwargs)
+        self.spoil = spoil
+
+    def call(self, x, training=False):
+        return self.spoil(x, self.compute_dtype, training)
+
+
+def spoiled(spoil, **kwargs):
+    return lambda: model_of(layers.Dense(4, name="hidden"), Spoiled(spoil), **kwargs)
+
+
+def test_a_planted_degradation_is_beyond_the_spread():
+    def spoil(x, dtype, training):
+        return x if training or dtype != "float16" else x + 10
+
+    found = compare(spoiled(spoil), policies=THREE, seeds=2)
+    worse = found.difference("mixed_float16", "loss")
+    assert worse.verdict == spread.BEYOND and worse.mean > 1
+    assert found.difference("mixed_bfloat16", "loss").verdict == spread.WITHIN
+    first, second = found.sentences[:2]
+    assert re.match(
+        "mixed_float16: loss is .* higher, beyond the spread over 2 ", first
+    )
+    assert second == "mixed_bfloat16: loss and mae are within the spread over 2 seeds."
+
+
+def test_a_training_that_diverges_is_a_result():
+    def spoil(x, dtype, training):
+        if dtype == "float16":
+            return x * 1e3 * 1e3 * 1e3
+        return x / (x - x) if dtype == "bfloat16" else x
+
+    def build():
+        return spoiled(
+            spoil,
+            optimizer=keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2),
+        )()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of the steps that no scale can mend.
+        found = compare(build, policies=THREE, seeds=1)
+    base, half, brain = found.trainings
+    assert not base.diverged
+    assert half.diverged == "2 steps in a row had gradients that are not finite"
+    assert half.metrics == {} and half.skipped_steps == 2
+    assert brain.diverged
+    text = str(found)
+    assert "- mixed_float16 diverged with 1 of 1 seed: 2 steps in a row" in text
+    assert re.search("diverged +float32 +0 of 1 seed", text)
+    json.dumps(found.to_dict(), allow_nan=False)
+    found.plot()
+
+
+def test_a_loss_that_ends_as_nan_has_diverged():
+    def spoil(x, dtype, training):
+        return x / (x - x) if dtype == "bfloat16" else x
+
+    found = compare(spoiled(spoil), policies=("float32", "mixed_bfloat16"), seeds=1)
+    assert found.trainings[1].diverged == "the loss is nan"
+    assert math.isnan(found.values("mixed_bfloat16", "mae")[0])
+    assert found.difference("mixed_bfloat16", "mae").verdict == spread.NOTHING
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_skipped_steps_are_counted():
+    found = compare(
+        lambda: spoiled(
+            lambda x, dtype, training: x,
+            optimizer=keras_mp.LossScaleOptimizer("sgd", initial_scale=2.0**24),
+        )(),
+        train=(X[:32], 1e3 * Y[:32]),
+        policies=("float32", "mixed_float16"),
+        seeds=1,
+    )
+    _, half = found.trainings
+    assert half.skipped_steps > 0
+    assert f"mixed_float16 skipped {half.skipped_steps} steps." in found.sentences
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_build_that_ignores_the_policy_is_told(whole):
+    def build():
+        if whole:
+            with keras_mp.policy_scope("float32"):
+                return model_of(layers.Dense(4))
+        return model_of(layers.Dense(4, dtype="float32"))
+
+    with pytest.warns(UserWarning, match="no layer computes in another dtype"):
+        found = compare(build, policies=THREE[:2], seeds=1)
+    assert any(
+        "`keras_mp.inspect(build())` tells" in sentence for sentence in found.sentences
+    )
+
+
+def test_policies_of_one_name_are_told_apart():
+    def build():
+        return model_of(layers.Dense(4, name="other"), layers.Dense(4, name="hidden"))
+
+    kept = keras_mp.MixedFloat16(float32=[".*/hidden"])
+    found = compare(build, policies=("float32", "mixed_float16", kept), seeds=1)
+    assert found.policies == ("float32", "mixed_float16", "mixed_float16 #2")
+    assert [t.compute_dtypes for t in found.trainings] == [
+        ("float32", "float32", "float32"),
+        ("float16", "float16", "float32"),
+        ("float16", "float32", "float32"),
+    ]
+    assert "mixed_float16 #2 is MixedFloat16(float32=['.*/hidden'])." in found.sentences
+
+
+# The rule, on made-up numbers -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "mean", "size", "verdict"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.0, 1.0, spread.SAME),
+        ([1.0, 2.0, 3.0], [2.0, 3.0, 4.0], 1.0, 1.0, spread.WITHIN),
+        ([1.0, 2.0, 3.0], [2.5, 3.5, 4.5], 1.5, 1.0, spread.BEYOND),
+        ([1.0, 2.0, 3.0], [-0.5, 0.5, 1.5], -1.5, 1.0, spread.BEYOND),
+        ([1.0, 2.0, 3.0], [0.5, 4.0, 6.5], 5 / 3, 1.0, spread.UNCLEAR),
+        ([2.0, 2.0], [2.5, 2.5], 0.5, 0.0, spread.BEYOND),
+        ([1.0], [1.5], 0.5, None, spread.NO_SPREAD),
+        ([1.0], [1.0], 0.0, None, spread.SAME),
+        ([1.0, 2.0, math.nan], [2.0, 3.0, 9.0], 1.0, 0.5**0.5, spread.BEYOND),
+        ([1.0, 2.0], [math.inf, 2.5], 0.5, None, spread.NO_SPREAD),
+        ([math.nan], [1.0], math.nan, None, spread.NOTHING),
+    ],
+)
+def test_a_difference_is_judged_by_the_spread_of_the_base(
+    base, other, mean, size, verdict
+):
+    found = spread.difference(base, other)
+    assert found.mean == pytest.approx(mean, nan_ok=True)
+    assert found.spread == (None if size is None else pytest.approx(size))
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("seeds", "share"), [(2, 2 / 5), (3, 1 / 5), (5, 1 / 20), (10, 0)]
+)
+def test_chance_alone_is_called_beyond_as_rarely_as_the_docstring_says(seeds, share):
+    draws = np.random.default_rng(seeds).normal(size=(4000, 2, seeds))
+    beyond = [spread.difference(*pair).verdict == spread.BEYOND for pair in draws]
+    assert np.mean(beyond) == pytest.approx(share, abs=0.04)
+
+
+def test_ratios_are_taken_seed_by_seed():
+    assert spread.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.0, 0.5, 2.0)
+    assert str(spread.ratio([1.0, 2.0], [2.0, 2.0])) == "1.50 times (1.00 to 2.00)"
+    assert str(spread.ratio([2.0], [1.0])) == "0.50 times"
+    assert spread.ratio([1.0, None], [None, 2.0]) is None
+
+
+# What it says ---------------------------------------------------------------------
+
+
+def made(metrics, **changes):
+    """A comparison of trainings that nobody has run: metric -> policy -> values."""
+    policies = tuple(next(iter(metrics.values())))
+    count = len(next(iter(metrics[next(iter(metrics))].values())))
+    trainings = [
+        Training(
+            policy=policy,
+            seed=seed,
+            metrics={m: values[policy][seed] for m, values in metrics.items()},
+            losses=(1.0, 0.5),
+            seconds_per_step=0.01 * (1 + place) * (1 + seed),
+            peak_memory=None,
+            skipped_steps=seed if place else None,
+            diverged="",
+            compute_dtypes=("float32",),
+        )
+        for seed in range(count)
+        for place, policy in enumerate(policies)
+    ]
+    return Comparison(
+        backend="torch",
+        policies=policies,
+        seeds=tuple(range(count)),
+        epochs=2,
+        trainings=tuple(dataclasses.replace(t, **changes) for t in trainings),
+    )
+
+
+WORSE = {
+    "loss": {"float32": [1.0, 1.1, 1.2], "mixed_float16": [1.5, 1.6, 1.7]},
+    "accuracy": {"float32": [0.8, 0.82, 0.84], "mixed_float16": [0.8, 0.81, 0.84]},
+}
+
+
+def test_words_come_before_the_table():
+    text = str(made(WORSE))
+    sentence = text.index(
+        "- mixed_float16: loss is 0.5 higher, beyond the spread over 3 seeds (0.1);\n"
+        "  accuracy is within the spread over 3 seeds."
+    )
+    assert sentence < text.index("against float32")
+    assert "mixed_float16 2.00 times" in text
+    assert "Peak memory was not measured: torch counts" in text
+    assert re.search(r"loss +float32 +1\.1 ± 0\.1\n", text)
+    assert re.search(r"mixed_float16 +1\.6 ± 0\.1 +\+0\.5, beyond the spread", text)
+    assert re.search(r"time per step +float32 +20 ± 10 ms", text)
+    assert re.search(r"peak memory +float32 +not measured", text)
+    assert re.search(r"skipped steps +float32 +no loss scale", text)
+    assert re.search(r"mixed_float16 +0 to 2\n?$", text)
+
+
+def test_one_seed_is_told_to_have_no_spread():
+    found = made({"loss": {"float32": [1.0], "mixed_float16": [1.5]}})
+    assert found.sentences[0] == (
+        "mixed_float16: loss is 0.5 higher, and one seed has no spread."
+    )
+    assert "no spread: one seed" in str(found)
+
+
+def test_seeds_that_disagree_are_told():
+    found = made({"loss": {"a": [1.0, 1.1, 1.2], "b": [0.9, 2.0, 2.0]}})
+    assert found.sentences[0] == (
+        "b: loss is 0.53 higher, more than the spread over 3 seeds (0.1), but not with "
+        "each: more would tell."
+    )
+
+
+def test_it_prints_within_80_columns():
+    policies = [*THREE, "mixed_float16 #2", "auto (mixed_bfloat16)"]
+    names = ["sparse_top_k_categorical_accuracy_of_the_second_output", "loss"]
+    many = {m: {p: [1234.5678, -0.00012345] for p in policies} for m in names}
+    for found in (made(many), made(WORSE), made(WORSE, seconds_per_step=None)):
+        assert max(map(len, str(found).splitlines())) <= 80
+    assert "Time per step was not measured: it takes more steps" in str(found)
+
+
+def test_it_is_json():
+    found = json.loads(json.dumps(made(WORSE).to_dict(), allow_nan=False))
+    assert found["metrics"]["loss"]["mixed_float16"] == {
+        "mean": pytest.approx(1.6),
+        "spread": pytest.approx(0.1),
+        "difference": pytest.approx(0.5),
+        "verdict": "beyond the spread",
+    }
+    assert found["time_per_step"]["mixed_float16"]["median"] == pytest.approx(2)
+    assert found["peak_memory"]["mixed_float16"] is None
+    assert len(found["trainings"]) == 6
+    broken = made({"loss": {"a": [math.nan], "b": [math.inf]}}, losses=(math.nan,))
+    assert json.loads(json.dumps(broken.to_dict(), allow_nan=False))
+
+
+def test_the_html_is_one_file_that_loads_nothing(tmp_path):
+    made(WORSE).to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "beyond the spread" in text and "<svg" in text
+    assert not re.search(r"""(src|href)=["'](?!#)""", text)
+    assert "http" not in re.sub(
+        r'xmlns[:\w]*="[^"]*"|<metadata>.*?</metadata>', "", text, flags=re.S
+    )
+
+
+def test_the_html_says_that_there_is_no_picture_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras_mp.diagnostics.plots.comparison", None)
+    assert "matplotlib is not installed" in made(WORSE)._repr_html_()
+
+
+def test_the_plot_has_axes_units_and_a_sentence():
+    figure = made(WORSE).plot()
+    left, middle, right = figure.axes
+    assert left.get_xlabel() == "epoch" and "loss" in left.get_title()
+    assert len(left.lines) == 6
+    assert "accuracy" in middle.get_ylabel() and "unit" in middle.get_ylabel()
+    assert "times that of float32 (no unit)" in right.get_ylabel()
+    legend = [text.get_text() for text in right.get_legend().get_texts()]
+    assert "peak memory: not measured" in legend
+    assert "Left:" in figure.texts[0].get_text()
+
+
+# Time and memory ------------------------------------------------------------------
+
+
+class Device:
+    """Stands in for `time`, and for a device that works off what it is given."""
+
+    now = done = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def give(self, seconds, waits):
+        self.done = max(self.now, self.done) + seconds
+        if waits:
+            self.now = self.done
+
+    def convert_to_numpy(self, variable):
+        assert variable == "a metric"
+        self.now = max(self.now, self.done)
+
+
+class Fake:
+    """All that a stopwatch asks of a model."""
+
+    metrics_variables, variables = ("a metric",), ()
+
+    def __init__(self, steps_per_execution):
+        self.steps_per_execution = steps_per_execution
+
+
+def timed(monkeypatch, epochs, known=True, at_once=1, waits=True):
+    """What a stopwatch says of calls that take so many seconds, epoch by epoch."""
+    device = Device()
+    monkeypatch.setattr("keras_mp.diagnostics.stopwatch.time", device)
+    monkeypatch.setattr("keras_mp.diagnostics.stopwatch.ops", device)
+    watch = Stopwatch()
+    watch.set_model(Fake(at_once))
+    steps = len(epochs[0]) * at_once - (at_once - 1)  # The last call has one step.
+    watch.set_params({"epochs": len(epochs), "steps": steps if known else None})
+    for epoch, calls in enumerate(epochs):
+        watch.on_epoch_begin(epoch)
+        for number, seconds in enumerate(calls):
+            watch.on_train_batch_begin(number * at_once)
+            device.give(seconds, waits)
+            watch.on_train_batch_end(number * at_once + at_once - 1)
+        watch.on_epoch_end(epoch)
+        device.now += 1000.0
+    return watch.seconds_per_step
+
+
+@pytest.mark.parametrize("epochs", [[[100, 1, 2, 3, 100]], [[100, 1, 1], [1, 2, 3]]])
+def test_the_time_of_a_step_is_that_of_the_device(monkeypatch, epochs):
+    assert timed(monkeypatch, epochs, waits=False) == 2
+
+
+def test_one_epoch_is_timed_without_its_first_and_its_last_call(monkeypatch):
+    assert timed(monkeypatch, [[100, 1, 2, 3, 100]]) == 2
+    assert timed(monkeypatch, [[100, 2, 4, 6, 100]], at_once=2) == 2
+
+
+def test_the_first_of_several_epochs_is_left_out(monkeypatch):
+    assert timed(monkeypatch, [[100, 1, 100], [1, 2, 3], [4, 5, 6]]) == 3.5
+    assert timed(monkeypatch, [[100, 1, 100], [1, 2, 3]], known=False) == 2
+    assert timed(monkeypatch, [[100, 1, 100], [2, 2, 1]], at_once=2) == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "known"),
+    [([[1]], True), ([[1, 1, 1, 1]], True), ([[1] * 9], False), ([[1], [1]], True)],
+)
+def test_too_few_steps_are_no_number(monkeypatch, epochs, known):
+    assert timed(monkeypatch, epochs, known) is None
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's counters")
+def test_tensorflow_counts_what_a_training_adds_on_all_gpus(monkeypatch):
+    import tensorflow as tf
+
+    state = {"GPU:0": {"current": 10, "peak": 90}, "GPU:1": {"current": 5, "peak": 7}}
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [1, 2])
+    experimental = tf.config.experimental
+    monkeypatch.setattr(experimental, "get_memory_info", lambda name: dict(state[name]))
+    monkeypatch.setattr(
+        experimental, "reset_memory_stats", lambda name: state[name].update(peak=0)
+    )
+    read = memory.measure_memory()
+    state["GPU:0"]["peak"], state["GPU:1"]["peak"] = 40, 8
+    assert read() == (40 - 10) + (8 - 5)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="torch's counters")
+def test_torch_counts_what_a_training_adds_on_all_gpus(monkeypatch):
+    from torch import cuda
+
+    now, peak = [10, 5], [90, 7]
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "memory_allocated", now.__getitem__)
+    monkeypatch.setattr(cuda, "max_memory_allocated", peak.__getitem__)
+    monkeypatch.setattr(
+        cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(device, 0)
+    )
+    read = memory.measure_memory()
+    peak[:] = [40, 8]
+    assert read() == (40 - 10) + (8 - 5)
+
+
+# What is refused, and what is left behind -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"build": 3}, "`build` must be a function. Received: build=3"),
+        ({"policies": "float32"}, "`policies` must be two or more of"),
+        ({"policies": ["float32"]}, "`policies` must be two or more of"),
+        ({"policies": ["float32", "int8"]}, "`policies` must be two or more of"),
+        ({"policies": None}, "Received: policies=.None,."),
+        ({"seeds": 0}, "`seeds` must be a whole number of at least 1"),
+        ({"seeds": True}, "Received: seeds=True"),
+        ({"seeds": "12"}, "Received: seeds='12'"),
+        ({"seeds": (1, 1)}, "different whole numbers"),
+        ({"seeds": (1, -1)}, "from 0 to"),
+        ({"epochs": 0}, "`epochs` must be a whole number of at least 1"),
+        ({"batch_size": 1.5}, "`batch_size` must be a whole number"),
+        ({"train": None}, "`train` must be .x, y., .* Received: train=None"),
+        ({"validation": "data.csv"}, "`validation` must be .x, y., "),
+        ({"train": iter([TRAIN])}, "`train` must be there for each training"),
+        ({"validation": generated()}, "`validation` must be there for each"),
+        ({"train": (X, Y, X, Y)}, "`train` must be .x, y.* a tuple of 4"),
+        ({"build": lambda: 3}, "`build` must return a compiled keras.Model"),
+        ({"build": lambda: keras.Sequential()}, "`build` must compile the model"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_changes_nothing(arguments, message):
+    keras_mp.set_global_policy("mixed_bfloat16")
+    before = keras_mp.global_policy()
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare(**arguments)
+    assert keras_mp.global_policy() is before
+
+
+def test_the_same_model_twice_is_refused():
+    model = build()
+    with pytest.raises(ValueError, match="`build` must make a new model at each call"):
+        compare(lambda: model)
+
+
+def test_models_of_different_shapes_are_refused():
+    units = iter([4, 5])
+    with pytest.raises(ValueError, match="Received: first one with 46 numbers in 4 "):
+        compare(lambda: model_of(layers.Dense(next(units))))
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_build_that_fails_leaves_the_global_policy_as_it_was(calls):
+    left = [None] * calls
+
+    def failing():
+        layers.Dense(2)
+        if not left:
+            raise RuntimeError("no memory")
+        left.pop()
+        return build()
+
+    keras_mp.set_global_policy("mixed_bfloat16")
+    before = keras_mp.global_policy()
+    names = dict(global_state.get_global_attribute("object_name_uids"))
+    with pytest.raises(RuntimeError, match="no memory"):
+        compare(failing, policies=("mixed_float16", "float32"))
+    assert keras_mp.global_policy() is before
+    assert global_state.get_global_attribute("object_name_uids") == names
+
+
+def test_a_bar_goes_ahead_on_stderr_unless_it_is_silenced(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As on a terminal.
+    compare(policies=THREE[:2], seeds=1, verbose=1)
+    out, err = capsys.readouterr()
+    assert out == "" and "mixed_float16, seed 0" in err
+    compare(policies=THREE[:2], seeds=1, verbose=0)
+    assert capsys.readouterr() == ("", "")
+
+
+# The command ----------------------------------------------------------------------
+
+SCRIPT = """
+    import numpy as np
+    import keras
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    def data():
+        x = np.ones((8, 3), "float32")
+        return (x, x[:, :1]), (x, x[:, :1])
+
+    if __name__ == "__main__":
+        raise SystemExit("not to be run")
+"""
+
+
+def test_the_command_prints_the_table_and_writes_the_html(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_mp_cli", "compare", str(tmp_path / "train.py")]
+        + ["--backend", BACKEND, "--policies", "float32,mixed_bfloat16"]
+        + ["--seeds", "1", "--batch-size", "4", "--out", str(tmp_path / "out.html")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"2 policies, 1 seed, 1 epoch, on {BACKEND}" in done.stdout
+    assert "mixed_bfloat16" in done.stdout
+    assert "<svg" in (tmp_path / "out.html").read_text(encoding="utf-8")
