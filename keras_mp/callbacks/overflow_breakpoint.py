@@ -17,7 +17,7 @@ from keras_mp.backend.single_steps import (
     several_workers,
 )
 from keras_mp.diagnostics.batch import batch_of
-from keras_mp.diagnostics.breakpoint_folder import check_folder
+from keras_mp.diagnostics.breakpoint_folder import check_folder, prepare
 from keras_mp.diagnostics.model_or_weights import WEIGHTS
 from keras_mp.diagnostics.skipped_step import Step, save, scaling_of
 from keras_mp.loss_scale import check_whole_number
@@ -65,9 +65,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
                 "`OverflowBreakpoint` must see the whole batch of each step: train "
                 f"without it, or in one process on one device. Received: {others}."
             )
-        # Better now than after hours of training.
-        check_folder(self._path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        prepare(self._path)
         self._watches = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -80,6 +78,15 @@ class OverflowBreakpoint(keras.callbacks.Callback):
             # Not `self.model`, which on JAX has the state brought back at each step.
             model: Any = self._model
             vars(model)[ONCE] = self._call
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        model: Any = self._model
+        if vars(model).pop(ONCE, None):
+            warnings.warn(
+                "OverflowBreakpoint saw no step: the model has a `make_train_function` "
+                "of its own, which does not call that of keras.Model.",
+                stacklevel=2,
+            )
 
     def _call(self, train_function: Callable, args: Sequence[Any]) -> Any:
         """Makes one call of the train function, with its steps in view if need be."""

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 import uuid
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -83,6 +84,23 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
             f"there is {min(held - _FILES or held)!r}."
         )
     return path
+
+
+def prepare(folder: pathlib.Path) -> None:
+    """Raises if a breakpoint could not be written: better now than after hours.
+
+    Raises:
+        ValueError: if there is something else in the folder, or it cannot be renamed.
+        OSError: if nothing can be written beside it.
+    """
+    check_folder(folder)
+    if folder.is_mount():
+        raise ValueError(
+            "`folder` must not be a mount point, which cannot be replaced: take a "
+            f"folder within it. Received: folder={str(folder)!r}."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
 
 
 @contextlib.contextmanager

@@ -92,13 +92,14 @@ def save(
     if not before.counts.size:  # The step has built the optimizer.
         before = before._replace(counts=np.zeros_like(after.counts))
     paths = [v.path for v in optimizer._trainable_variables]
+    # Not `iterations`, which may count whole windows of accumulated gradients.
+    applied = int(ops.copy(optimizer.inner_optimizer._iterations.value))
     with (
         written_whole(folder) as made,
         _as_before(optimizer, before, step.generators),
     ):
         overflow = Overflow(
-            step=int(ops.copy(optimizer.iterations.value))
-            + int(after.state.skipped_steps),
+            step=applied + int(after.state.skipped_steps),
             epoch=epoch,
             skips=after.skips,
             loss_scale=float(before.state.scale),
