@@ -12,6 +12,8 @@ import pytest
 from browser import HEIGHT, NARROW, WIDE, required
 from keras import layers
 from matplotlib import style
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 import keras_mp
@@ -326,7 +328,7 @@ drawn = pytest.mark.parametrize(
 
 def test_every_plot_is_among_those_that_are_drawn_here():
     def draws(function):
-        return inspect.signature(function).return_annotation == "Figure"
+        return inspect.signature(function).return_annotation is Figure
 
     found = {
         function
@@ -368,7 +370,10 @@ def test_nothing_in_a_plot_is_cut_off_or_covered(plot, arguments):
         if legend:
             area = legend.get_window_extent()
             bars = [
-                bar.get_window_extent() for group in axes.containers for bar in group
+                bar.get_window_extent()
+                for group in axes.containers
+                if isinstance(group, BarContainer)
+                for bar in group
             ]
             assert not any(area.overlaps(bar) for bar in bars)
             for line in axes.get_lines():
@@ -389,6 +394,17 @@ def test_a_plot_looks_the_same_whatever_style_the_user_has(plot, arguments):
 
 
 # Terminals ----------------------------------------------------------------------------
+
+
+def compared():
+    return keras_mp.compare(
+        lambda: modelled(keras.config.dtype_policy()),
+        (X, Y),
+        (X, Y),
+        policies=("float32", "mixed_bfloat16"),
+        seeds=1,
+        verbose=0,
+    )
 
 
 def examined():
@@ -415,6 +431,7 @@ TABLES = {
         lambda: keras_mp.MixedFloat16(float32=[f"{LONG}/{LONG}/.*"]).rules,
         f"{LONG}/{LONG}",
     ),
+    "diagnostics/comparison_words.py": (compared, "mixed_bfloat16"),
     "diagnostics/doctor.py": (examined, "NotImplementedError: no kernel"),
     "diagnostics/float32_layers.py": (
         lambda: keras_mp.find_float32_layers(

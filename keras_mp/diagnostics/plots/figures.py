@@ -1,18 +1,38 @@
 """What every figure has in common: its style, and the ways out of it."""
 
+import functools
 import io
 import os
 import re
+from collections.abc import Callable
+from typing import Any
 
-from matplotlib import rc_context, style
+from matplotlib import rc_context, rcParams, style
 from matplotlib.figure import Figure
 
-# Captions name colours, and sizes fit: under whatever style the user has chosen.
-our_style = style.context("default")
+
+def our_style(plot: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Lets a function draw alike under whatever style the user has chosen.
+
+    Captions name colours, and sizes fit.
+    """
+
+    @functools.wraps(plot)
+    def drawn(*args: Any, **kwargs: Any) -> Figure:
+        with style.context("default"):
+            return plot(*args, **kwargs)
+
+    return drawn
 
 
 class Picture(Figure):
     """A figure that notebooks show, whether or not they have imported pyplot yet."""
+
+    def draw(self, renderer: Any) -> None:
+        """Draws it in the style that it was made in: ticks are made only now."""
+        fonts = {"svg.fonttype": rcParams["svg.fonttype"]}  # `svg_and_caption` says.
+        with style.context(["default", fonts]):
+            super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
