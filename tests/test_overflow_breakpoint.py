@@ -266,10 +266,22 @@ class Batches(keras.utils.PyDataset):
         return self.batches[index]
 
 
+@keras.saving.register_keras_serializable(package="tests_breakpoint")
+class Maybe(layers.Layer):
+    def call(self, left, right=None):
+        return left if right is None else left + right
+
+    def compute_output_spec(self, left, right=None):
+        return keras.KerasTensor(left.shape, self.compute_dtype)
+
+
 def dict_model():
     with keras_mp.policy_scope("mixed_float16"):
-        inputs = {n: keras.Input((3,), name=n) for n in ("left", "right")}
-        x = layers.Dense(4, name="hidden")(layers.Add()(list(inputs.values())))
+        inputs = {
+            "left": keras.Input((3,), name="left"),
+            "right": keras.Input((3,), name="right", optional=True),
+        }
+        x = layers.Dense(4, name="hidden")(Maybe()(**inputs))
         outputs = {"a": layers.Dense(2, name="a")(x), "b": layers.Dense(2, name="b")(x)}
         model = keras.Model(inputs, outputs)
     model.compile("sgd", {"a": "mse", "b": "mse"}, **EAGER)
@@ -309,6 +321,9 @@ def kinds_of_data():
     yield "a generator", build, {"x": (b for b in [(x, y)]), "steps_per_epoch": 1}, pair
     arrays_of = dict(zip("xy", nested, strict=True))
     yield "dicts", dict_model, arrays_of, flat
+    half = {"left": x, "right": None}, {"a": y, "b": y * 2}
+    given = dict(zip("xy", half, strict=True))
+    yield "a None", dict_model, given, {k: v for k, v in flat.items() if k != names[1]}
     yield "dicts of a PyDataset", dict_model, {"x": Batches(nested)}, flat
     if installed("torch"):
         yield "a DataLoader", build, {"x": loader(x, y)}, pair
@@ -375,6 +390,13 @@ def test_batches_come_back_as_they_were():
             dtypes = {keras.backend.standardize_dtype(x.dtype) for x in (a, b)}
             assert len(dtypes) == 1 or BACKEND == "jax"  # Which has no 64 bits.
             assert np.array_equal(*values([ops.cast(x, "float32") for x in (a, b)]))
+
+
+def test_a_batch_is_a_copy():
+    x = np.ones(3)
+    batch = batch_of((ops.convert_to_tensor(x), x))
+    x[:] = 0
+    assert [array.tolist() for array in batch.arrays.values()] == [[1.0] * 3] * 2
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="tensors of TensorFlow's")
@@ -650,6 +672,29 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
         assert single_steps.ONCE not in vars(model)
     assert same_bits(*found)
     assert not folder.exists()
+
+
+def traces_of_its_train_step(model):
+    traces, step = [], model.train_step
+
+    def train_step(*args):
+        traces.append(1)
+        return step(*args)
+
+    model.train_step = train_step
+    return traces
+
+
+@undiagnosed
+@pytest.mark.skipif(BACKEND == "torch", reason="nothing is traced there")
+def test_the_train_step_is_traced_as_often_as_without(folder):
+    found = []
+    for callbacks in ([OverflowBreakpoint(folder, skips=1)], []):
+        model = build(**WAYS["compiled"])
+        found.append(traces_of_its_train_step(model))
+        fit(model, *callbacks, batch_size=3)  # The last batch is smaller.
+    assert folder.exists()
+    assert found[0] == found[1]
 
 
 def test_the_train_function_stays_the_same(folder):
