@@ -26,11 +26,17 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """What a page looks like is no matter of the backend: one of them is enough."""
+    """What is no matter of the backend is tested on one of them."""
+
+    def once(item):
+        # What a page looks like; the command in front of a stand-in for Keras.
+        fixtures = {"browser", "work"} & set(item.fixturenames)
+        return fixtures or item.get_closest_marker("once")
+
     if keras.backend.backend() != "jax":
-        looking = [item for item in items if "browser" in item.fixturenames]
-        config.hook.pytest_deselected(items=looking)
-        items[:] = [item for item in items if item not in looking]
+        elsewhere = [item for item in items if once(item)]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in elsewhere]
 
 
 @pytest.fixture(scope="session")

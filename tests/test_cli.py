@@ -784,6 +784,7 @@ def test_real_script_trains_in_float16_and_its_optimizer_is_summarized(tmp_path)
     assert summary.endswith(": loss scale 32768, 2 steps, 0 skipped")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
 def test_real_script_chooses_its_backend_itself(tmp_path, backend):
     if importlib.util.find_spec(backend) is None:
@@ -797,6 +798,7 @@ def test_real_script_chooses_its_backend_itself(tmp_path, backend):
     assert result.stderr.endswith(": no loss scaling, 2 steps\n")
 
 
+@pytest.mark.once
 def test_real_tensorflow_imports_keras_lazily_and_the_policy_is_set(tmp_path):
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed")
@@ -836,6 +838,7 @@ def test_real_model_is_inspected_as_the_function_does_it(tmp_path):
     assert "float16" in result.stdout
 
 
+@pytest.mark.once
 def test_real_model_with_a_class_of_its_own_is_one_line_and_status_2(tmp_path):
     model = keras.Sequential([keras.Input((5,)), OfMyOwn()])
     model.save(tmp_path / "model.keras")
@@ -847,6 +850,7 @@ def test_real_model_with_a_class_of_its_own_is_one_line_and_status_2(tmp_path):
     assert (result.stdout, result.returncode) == ("", 2)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("text", ["", "not a model"])
 def test_real_file_that_is_damaged_is_one_line_and_status_2(tmp_path, text):
     write(tmp_path, {"model.keras": text})
