@@ -584,6 +584,18 @@ def test_a_file_is_refused(tmp_path):
         OverflowBreakpoint(tmp_path / "file")
 
 
+def test_a_mount_point_is_refused_before_the_training(folder, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "is_mount", lambda path: path == folder)
+    with pytest.raises(ValueError, match="`folder` must not be a mount point"):
+        fit(build(), OverflowBreakpoint(folder))
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        fit(build(), OverflowBreakpoint(tmp_path / "file" / "folder"))
+
+
 @undiagnosed
 def test_an_empty_folder_and_a_former_breakpoint_are_replaced(folder):
     folder.mkdir(parents=True)
@@ -647,13 +659,13 @@ def test_a_folder_that_is_no_path_is_refused():
 
 class Failing(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 2:
+        if batch == 1:
             raise RuntimeError("in the middle")
 
 
 class FailingData(Batches):
     def __getitem__(self, index):
-        if index == 2:
+        if index == 1:
             raise RuntimeError("in the middle")
         return super().__getitem__(index)
 
@@ -662,7 +674,7 @@ class FailingData(Batches):
 @pytest.mark.parametrize("failing", ["callback", "data"])
 def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
     found = []
-    for callbacks in ([OverflowBreakpoint(folder)], []):
+    for callbacks in ([OverflowBreakpoint(folder, skips=1)], []):
         model = build()
         fit(model, x=X[:SIZE], y=Y[:SIZE])
         function = model.train_function
@@ -673,12 +685,24 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
                 batches = FailingData(*[(X[of(i)], Y[of(i)]) for i in range(BATCHES)])
                 model.fit(batches, verbose=0, shuffle=False, callbacks=callbacks)
         assert model.train_function is function
-        fit(model)
+        fit(model, x=X[of(1)], y=Y[of(1)])
         model.train_on_batch(X, Y)
-        found.append(state_of(model))
+        found.append(state_of(model) + scaling_of(model))
         assert single_steps.ONCE not in vars(model)
     assert same_bits(*found)
     assert not folder.exists()
+
+
+@undiagnosed
+def test_a_model_that_makes_its_train_function_itself_is_told_of(folder):
+    model = build()
+    model.make_train_function = lambda force=False: None
+    type(model).make_train_function(model)
+    model.train_function = model.train_function.__wrapped__
+    with pytest.warns(UserWarning, match="saw no step: the model has"):
+        fit(model, OverflowBreakpoint(folder, skips=1))
+    assert not folder.exists()
+    assert single_steps.ONCE not in vars(model)
 
 
 def traces_of_its_train_step(model):
@@ -839,6 +863,7 @@ def test_a_damaged_file_is_one_line_and_status_2(saved, name, text, capsys):
         ({"batch": {"tuple": [{"array": "z", "dtype": "float32"}]}}, "batch"),
         ({"batch": 3}, "batch"),
         ({"loss_scale": "high"}, "loss_scale"),
+        ({"variables": 3}, "variables"),
         ({"variables": ["kernel"]}, "1 trainable variables"),
         ({"skips": None, "more": 1}, "more"),
     ],
