@@ -185,6 +185,7 @@ def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
         # Layers that a subclassed model builds at its first call are known only now.
         scale_optimizer(self)
+        vars(self).pop(ONCE, None)  # Left by a `fit` that an exception has ended.
         before = self.train_function
         wrap = functools.partial(_train_step, self)
         engine.make_train_function(self, original, force, wrap)

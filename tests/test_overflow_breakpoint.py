@@ -99,6 +99,10 @@ def state_of(model):
     return values([*model.variables, *model.optimizer.inner_optimizer.variables])
 
 
+def scaling_of(model):
+    return values(model.optimizer.state_variables)
+
+
 def facts(folder):
     return json.loads((folder / "breakpoint.json").read_text())
 
@@ -133,7 +137,7 @@ undiagnosed = pytest.mark.usefixtures("no_diagnosis")
 
 
 class Kept(keras.callbacks.Callback):
-    """The state after batch 3, as it was before: skipped steps leave no trace."""
+    """The state after the first four steps."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 3:
@@ -142,26 +146,28 @@ class Kept(keras.callbacks.Callback):
 
 @every_way
 def test_the_nth_skip_in_a_row_is_saved_and_nothing_else_changes(way, folder):
+    # Steps before it, in the same call of the train function and another, and after it.
+    x, y = data(poisoned=(4, 5), batches=8)
     found = []
-    for callback in (OverflowBreakpoint(folder, skips=3), Kept()):
+    for callback in (OverflowBreakpoint(folder, skips=2), Kept()):
         model = build(random_parts(), **way)
-        history = fit(model, callback).history
+        history = fit(model, callback, x=x, y=y).history
         drawn = random.random(), np.random.random(), values([keras.random.normal((2,))])
-        found.append((history, state_of(model), repr(drawn)))
+        found.append((history, state_of(model) + scaling_of(model), repr(drawn)))
     (history, state, drawn), (plain_history, plain_state, plain_drawn) = found
     assert history == plain_history and drawn == plain_drawn
     assert same_bits(state, plain_state)
 
     saved = facts(folder)
-    assert (saved["step"], saved["epoch"], saved["skips"]) == (4, 1, 3)
-    assert saved["loss_scale"] == SCALE / 4
+    assert (saved["step"], saved["epoch"], saved["skips"]) == (6, 1, 2)
+    assert saved["loss_scale"] == SCALE / 2
     batch = arrays(folder)
-    assert same_bits([batch["x"], batch["y"]], [X[of(3)], Y[of(3)]])
+    assert same_bits([batch["x"], batch["y"]], [x[of(5)], y[of(5)]])
     opened = keras.models.load_model(folder / "model.keras")
     set_random_state(opened, dict(np.load(folder / "random_state.npz")))
     assert same_bits(state_of(opened), callback.state)
-    assert float(opened.optimizer.loss_scale) == SCALE / 4
-    assert int(opened.optimizer.consecutive_skips) == 2
+    assert float(opened.optimizer.loss_scale) == SCALE / 2
+    assert int(opened.optimizer.consecutive_skips) == 1
     assert (folder / "diagnosis.json").exists()
 
 
@@ -182,13 +188,14 @@ def test_skips_in_a_row_go_on_in_the_next_epoch_and_the_epoch_is_told(folder):
 
 
 @undiagnosed
-def test_a_run_that_is_resumed_goes_on_counting(folder, tmp_path):
+@pytest.mark.parametrize("skips", [1, 3])
+def test_a_run_that_is_resumed_goes_on_counting(skips, folder, tmp_path):
     x, y = data(poisoned=(0, 1))
     model = build()
     fit(model, x=x[: 2 * SIZE], y=y[: 2 * SIZE])
     model.save(tmp_path / "model.keras")
     resumed = keras.models.load_model(tmp_path / "model.keras")
-    fit(resumed, OverflowBreakpoint(folder, skips=3), x=x, y=y)
+    fit(resumed, OverflowBreakpoint(folder, skips), x=x, y=y)
     saved = facts(folder)
     assert (saved["step"], saved["skips"], saved["loss_scale"]) == (3, 3, SCALE / 4)
 
@@ -577,6 +584,18 @@ def test_a_file_is_refused(tmp_path):
         OverflowBreakpoint(tmp_path / "file")
 
 
+def test_a_mount_point_is_refused_before_the_training(folder, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "is_mount", lambda path: path == folder)
+    with pytest.raises(ValueError, match="`folder` must not be a mount point"):
+        fit(build(), OverflowBreakpoint(folder))
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        fit(build(), OverflowBreakpoint(tmp_path / "file" / "folder"))
+
+
 @undiagnosed
 def test_an_empty_folder_and_a_former_breakpoint_are_replaced(folder):
     folder.mkdir(parents=True)
@@ -640,13 +659,13 @@ def test_a_folder_that_is_no_path_is_refused():
 
 class Failing(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 2:
+        if batch == 1:
             raise RuntimeError("in the middle")
 
 
 class FailingData(Batches):
     def __getitem__(self, index):
-        if index == 2:
+        if index == 1:
             raise RuntimeError("in the middle")
         return super().__getitem__(index)
 
@@ -655,7 +674,7 @@ class FailingData(Batches):
 @pytest.mark.parametrize("failing", ["callback", "data"])
 def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
     found = []
-    for callbacks in ([OverflowBreakpoint(folder)], []):
+    for callbacks in ([OverflowBreakpoint(folder, skips=1)], []):
         model = build()
         fit(model, x=X[:SIZE], y=Y[:SIZE])
         function = model.train_function
@@ -666,12 +685,24 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
                 batches = FailingData(*[(X[of(i)], Y[of(i)]) for i in range(BATCHES)])
                 model.fit(batches, verbose=0, shuffle=False, callbacks=callbacks)
         assert model.train_function is function
-        fit(model)
+        fit(model, x=X[of(1)], y=Y[of(1)])
         model.train_on_batch(X, Y)
-        found.append(state_of(model))
+        found.append(state_of(model) + scaling_of(model))
         assert single_steps.ONCE not in vars(model)
     assert same_bits(*found)
     assert not folder.exists()
+
+
+@undiagnosed
+def test_a_model_that_makes_its_train_function_itself_is_told_of(folder):
+    model = build()
+    model.make_train_function = lambda force=False: None
+    type(model).make_train_function(model)
+    model.train_function = model.train_function.__wrapped__
+    with pytest.warns(UserWarning, match="saw no step: the model has"):
+        fit(model, OverflowBreakpoint(folder, skips=1))
+    assert not folder.exists()
+    assert single_steps.ONCE not in vars(model)
 
 
 def traces_of_its_train_step(model):
@@ -780,6 +811,15 @@ def test_the_command_prints_it(saved, capsys):
     assert capsys.readouterr().out == f"{replay(saved)}\n"
 
 
+def test_where_nobody_asks_it_is_replayed_where_it_was_saved(saved, monkeypatch):
+    for backend in keras_mp_cli.BACKENDS:
+        monkeypatch.setattr(keras_mp_cli, "is_installed", lambda name: True)
+        monkeypatch.delenv("KERAS_BACKEND", raising=False)
+        change(saved, backend=backend)
+        saved_on = keras_mp_cli._backend_of(str(saved))
+        assert keras_mp_cli.choose_backend(None, saved_on) == backend
+
+
 @undiagnosed
 def test_the_command_takes_classes_and_build_from_a_script(folder, capsys, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)
@@ -823,6 +863,7 @@ def test_a_damaged_file_is_one_line_and_status_2(saved, name, text, capsys):
         ({"batch": {"tuple": [{"array": "z", "dtype": "float32"}]}}, "batch"),
         ({"batch": 3}, "batch"),
         ({"loss_scale": "high"}, "loss_scale"),
+        ({"variables": 3}, "variables"),
         ({"variables": ["kernel"]}, "1 trainable variables"),
         ({"skips": None, "more": 1}, "more"),
     ],

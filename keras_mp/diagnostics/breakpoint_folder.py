@@ -8,9 +8,8 @@ import pathlib
 import shutil
 import tempfile
 import uuid
-import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 import numpy as np
 
@@ -74,9 +73,10 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
         ValueError: if there is something in it that is not of a breakpoint.
     """
     path = pathlib.Path(folder).resolve()
-    held = {path.name}  # Of a file.
-    if path.is_dir() or not path.exists():
-        held = set(os.listdir(path)) if path.exists() else set()
+    if path.is_dir():
+        held = set(os.listdir(path))
+    else:
+        held = {path.name} if path.exists() else set()
     if held and (_FACTS not in held or held - _FILES):
         raise ValueError(
             "`folder` must be missing, empty, or a former breakpoint's and nothing "
@@ -162,23 +162,20 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         overflow = Overflow(**facts)
         if overflow.model not in (MODEL, WEIGHTS):
             raise ValueError(f"its model is {overflow.model!r}")
-        if not isinstance(overflow.loss_scale, float):
-            raise ValueError(f"its loss_scale is {overflow.loss_scale!r}")
+        for name, kind in get_type_hints(Overflow).items():
+            if not isinstance(facts[name], get_origin(kind) or kind):
+                raise ValueError(f"its {name} is {facts[name]!r}")
         file = _BATCH
         batch = Batch(_arrays(path / file), structure)
         file = _RANDOM_STATE
         return Saved(path, overflow, batch, _arrays(path / file))
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise _damaged(path / file, error) from error
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise _damaged(path / file, error) from error
+    except Exception as error:  # NumPy's reader raises whatever comes.
+        raise BreakpointError(
+            f"the breakpoint's file {str(path / file)!r} is damaged: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
     with np.load(file) as arrays:  # Without pickle.
         return dict(arrays)
-
-
-def _damaged(file: pathlib.Path, error: Exception) -> BreakpointError:
-    told = f"{type(error).__name__}: {error}"
-    return BreakpointError(f"the breakpoint's file {str(file)!r} is damaged: {told}")

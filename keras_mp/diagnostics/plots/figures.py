@@ -36,7 +36,7 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
-        self.savefig(out, format="png")
+        self.savefig(out, format="png", dpi=80)  # As large as inline ones, or nearly.
         return out.getvalue()
 
 
