@@ -1626,3 +1626,46 @@ def test_a_layer_that_builds_itself_has_no_path():
     layer(np.ones((2, 2), "float32"))
     assert layer.path is None
     assert layer._path is None
+
+
+# What a breakpoint stands on ----------------------------------------------------------
+
+
+@fact
+def test_a_file_holds_no_random_seeds(tmp_path):
+    """Keras saves a layer's variables, and not the state of its seed generators."""
+    dropout = keras.layers.Dropout(0.5, seed=3)
+    model = keras.Sequential([keras.Input((2,)), dropout])
+    model(np.ones((2, 2), "float32"), training=True)
+    (seed,) = [g.state for g in dropout._seed_generators]
+    assert seed.numpy().tolist() == [3, 1]
+    model.save(tmp_path / "model.keras")
+    (opened,) = keras.models.load_model(tmp_path / "model.keras").layers
+    assert opened._seed_generators[0].state.numpy().tolist() == [3, 0]
+
+
+@fact
+def test_fit_makes_the_train_function_and_calls_it_with_these_arguments():
+    """`fit` calls `make_train_function`, then the function with what has the batch."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    x, calls = np.ones((2, 2), "float32"), []
+    model.fit(x, x[:, :1], verbose=0)
+    made, function = model.make_train_function, model.train_function
+    model.make_train_function = lambda *args: (calls.append("made"), made(*args))[1]
+    model.train_function = lambda *args: (calls.append(args), function(*args))[1]
+    model.fit(x, x[:, :1], verbose=0)
+    first, args = calls
+    assert first == "made"
+    if BACKEND == "torch":
+        ((batch,),) = args
+        assert [tuple(part.shape) for part in batch] == [(2, 2), (2, 1)]
+    elif BACKEND == "jax":
+        (_, _, optimizer, _), iterator = args
+        assert len(optimizer) == len(model.optimizer.variables)
+        assert next(iterator, None) is None
+    else:
+        import tensorflow as tf
+
+        (iterator,) = args
+        assert isinstance(iterator, tf.data.Iterator)

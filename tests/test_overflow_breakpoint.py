@@ -218,7 +218,7 @@ def test_it_is_saved_once_in_each_fit_with_one_line(folder, capsys):
     fit(model, watch, epochs=2)
     assert facts(folder)["step"] == 2
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x]
-    assert line.startswith("keras_mp: 1 steps in a row were skipped")
+    assert line.startswith("keras_mp: skipped steps in a row: 1. The last, step 2,")
     assert line.endswith(f"keras-mp replay {folder}")
     model.optimizer.dynamic_scale.assign(SCALE)
     fit(model, watch)

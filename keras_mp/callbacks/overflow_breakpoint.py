@@ -123,9 +123,9 @@ class OverflowBreakpoint(keras.callbacks.Callback):
                 saved = save(self._path, self._model, step, after, self._epoch)
         except Exception as error:  # Whatever it is, the training goes on.
             warnings.warn(
-                f"{after.skips} steps in a row were skipped, and the last could not be "
-                f"saved in {os.fspath(self.folder)!r}: {type(error).__name__}: "
-                f"{error}. The training goes on.",
+                f"Skipped steps in a row: {after.skips}. The last could not be saved "
+                f"in {os.fspath(self.folder)!r}: {type(error).__name__}: {error}. The "
+                "training goes on.",
                 stacklevel=2,
             )
             return
@@ -136,6 +136,6 @@ class OverflowBreakpoint(keras.callbacks.Callback):
                 "to return the compiled model)"
             )
         io_utils.print_msg(
-            f"\nkeras_mp: {saved.skips} steps in a row were skipped. The last, step "
+            f"\nkeras_mp: skipped steps in a row: {saved.skips}. The last, step "
             f"{saved.step}, is saved. To replay it: {command}"
         )

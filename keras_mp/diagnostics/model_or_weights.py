@@ -34,10 +34,8 @@ def save(model: Any, folder: pathlib.Path) -> str:
         with zipfile.ZipFile(file) as archive:
             if b'"__lambda__"' not in archive.read("config.json"):
                 return MODEL
-    except OSError:
-        raise  # The disk's.
     except Exception:  # Whatever a `get_config` of the user's may raise.
-        pass
+        pass  # A full disk is told by the weights as well.
     file.unlink(missing_ok=True)
     model.save_weights(folder / WEIGHTS)
     return WEIGHTS
