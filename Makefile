@@ -23,7 +23,7 @@ TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
 SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
 
-.PHONY: help demo test check sweep-layers sweep-models clean $(TESTS)
+.PHONY: help demo test check sweep sweep-layers sweep-models clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -33,6 +33,7 @@ help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make check   format, lint, check types"
+	@echo "make sweep   measure what the tests are too short for, both of these:"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
 	@echo "make clean   remove what the other commands made"
@@ -44,6 +45,8 @@ test: $(TESTS)
 
 $(TESTS): test-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sweep: sweep-layers sweep-models
 
 # An hour or two: every layer is compiled a dozen times on each backend.
 sweep-layers: $(TEST)

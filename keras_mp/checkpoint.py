@@ -9,6 +9,9 @@ A checkpoint is read whole and checked before anything is assigned. It is
 
     another optimizer's    if its numbers run from 0 without a gap, but to another end:
                            Keras says so in a warning and goes on, and so do we;
+    of other variables     if only the counts by variable are of more or fewer. Without
+                           momentum an optimizer has no slots that tell: Keras loads
+                           it, and so do we, with new counts and a warning;
     damaged                if no optimizer of this shape can have written it: a gap in
                            the numbers, more or fewer entries than it says it has, an
                            array of another shape, a counter below 0, a scale that the
@@ -74,6 +77,7 @@ def load(optimizer: Any, store: Any) -> bool:
             stacklevel=3,
         )
         return True
+    keys -= _counts_of_other_variables(optimizer, store, keys)
     values = _values(
         optimizer, store, {k: v for k, v in layout.items() if k in keys}
     )  # fmt: skip
@@ -81,6 +85,21 @@ def load(optimizer: Any, store: Any) -> bool:
         # Counters that a checkpoint of Keras', or an older one of ours, does not have.
         variable.assign(values.get(key, np.zeros(variable.shape)))
     return True
+
+
+def _counts_of_other_variables(optimizer: Any, store: Any, keys: set[str]) -> set[str]:
+    """The key of the counts by variable, if the writer had more or fewer variables."""
+    counts = optimizer.nonfinite_counts
+    shape = np.shape(store[counts.name]) if counts.name in keys else counts.shape
+    if len(shape) != 2 or shape[0] != counts.shape[0] or shape == tuple(counts.shape):
+        return set()
+    warnings.warn(
+        f"Optimizer '{optimizer.name}' has {counts.shape[1]} variables to train, "
+        f"whereas the saved optimizer has {shape[1]}. The counts of their gradients "
+        "that were not finite start anew; all else of it is loaded.",
+        stacklevel=4,
+    )
+    return {counts.name}
 
 
 def _layout(optimizer: Any) -> dict[str, Any]:

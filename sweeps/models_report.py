@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sweeps.report import write_section
 
@@ -13,6 +13,14 @@ RESULTS = pathlib.Path(__file__).with_name("models.json")
 PACKAGES = ("keras", "keras-hub", "jax", "tensorflow", "numpy")
 # Our ways, each with the one of plain Keras that it is held against.
 PLAIN = {"global": "keras", "dtype": "keras dtype", "convert": "keras"}
+# What fails here and not in plain Keras, by model and way, and why it is left so.
+LEFT = {
+    ("hub/T5Seq2SeqLM", "convert"): (
+        "its graph multiplies by a constant that KerasHub has rounded to the dtype of "
+        "the activations when it makes the graph; a converted graph keeps the constant "
+        "of float32, a reopened one is made anew"
+    ),
+}
 # Enough to tell one failure from another.
 LENGTH = 240
 
@@ -37,6 +45,14 @@ eagerly. Images are 64 by 64 or the least that the architecture takes, batches o
 so that one step leaves statistics that are trained. `keras.applications` has no
 `dtype=`: its layers are cloned with it.
 """
+
+
+class Failure(NamedTuple):
+    """What failed, what came of it in plain Keras, and why it is left, if it is."""
+
+    outcome: str
+    plain: str
+    left: str
 
 
 def write(rows: Iterable[dict[str, Any]]) -> None:
@@ -79,7 +95,8 @@ def _section(versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
         parts.append("What failed, and what plain Keras makes of it:")
         parts.append(
             "\n".join(
-                f"{numbers[failure]}. `{failure[0]}`. Plain Keras: {failure[1]}."
+                f"{numbers[failure]}. `{failure.outcome}`. Plain Keras: "
+                f"{failure.plain}.{failure.left}"
                 for failure in failures
             )
         )
@@ -87,7 +104,7 @@ def _section(versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(
-    model: str, column: tuple, rows: list[dict[str, Any]], numbers: dict[tuple, int]
+    model: str, column: tuple, rows: list[dict[str, Any]], numbers: dict[Failure, int]
 ) -> str:
     failed = defaultdict(list)
     for row in rows:
@@ -98,22 +115,22 @@ def _cell(
         return "ok"
     return "; ".join(
         f"{', '.join(how) if len(how) < len(PLAIN) else 'all'}: {numbers[failure]}"
-        + (" (Keras too)" if failure[1] != "ok" else "")
+        + (" (Keras too)" if failure.plain != "ok" else "")
         for failure, how in failed.items()
     )
 
 
-def _failures(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _failures(rows: list[dict[str, Any]]) -> list[Failure]:
     failed = [r for r in rows if r["how"] in PLAIN and r["outcome"] != "ok"]
     return list(dict.fromkeys(_failure(row, rows) for row in failed))
 
 
-def _failure(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """What failed, and what came of it in plain Keras."""
+def _failure(row: dict[str, Any], rows: list[dict[str, Any]]) -> Failure:
     names = ("model", "backend", "policy", "how")
     plain = [row[name] for name in names[:-1]] + [PLAIN[row["how"]]]
     keras = [r for r in rows if [r[name] for name in names] == plain]
     outcome = keras[0]["outcome"] if keras else "not run"
     if outcome not in ("ok", "not run"):
         outcome = f"`{outcome}`"
-    return row["outcome"], outcome
+    left = LEFT.get((row["model"], row["how"])) if outcome == "ok" else None
+    return Failure(row["outcome"], outcome, f" Left so: {left}." if left else "")

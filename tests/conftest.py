@@ -1,11 +1,20 @@
 """Every test starts and ends under the global policy float32, with a fixed seed."""
 
-import browser as chromium
-import hypothesis
-import keras
-import pytest
+import os
 
-import keras_mp
+# Most of the time goes into compiling, and none into running: LLVM need not try hard.
+# XLA's own passes, which decide what is computed, are as ever.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
+import browser as chromium  # noqa: E402
+import hypothesis  # noqa: E402
+import keras  # noqa: E402
+import pytest  # noqa: E402
+
+import keras_mp  # noqa: E402
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)

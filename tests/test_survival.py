@@ -414,6 +414,22 @@ def test_a_damaged_checkpoint_is_an_error_and_changes_nothing(intact, tmp_path, 
     assert same_bits(values(model.optimizer.variables), saved)
 
 
+def test_without_slots_it_trains_on_with_more_variables(tmp_path):
+    """As in Keras. KerasHub's Whisper trains its positions when it is opened again."""
+    frozen = regression("sgd")
+    frozen.layers[0].trainable = False
+    frozen.compile("sgd", "mse")
+    frozen.fit(X, Y, batch_size=ROWS, verbose=0)
+    frozen.save_weights(tmp_path / "model.weights.h5")
+    model = filled(regression("sgd"), start=1000)
+    with pytest.warns(UserWarning, match="6 variables to train, .* optimizer has 4"):
+        model.load_weights(tmp_path / "model.weights.h5")
+    assert counters(model.optimizer) == counters(frozen.optimizer)
+    assert not values([model.optimizer.nonfinite_counts])[0].any()
+    model.fit(X, Y, batch_size=ROWS, verbose=0)
+    assert int(model.optimizer.iterations) == 2 * int(frozen.optimizer.iterations)
+
+
 def test_load_model_says_what_is_damaged_and_the_remedies_work(intact, tmp_path):
     path = tmp_path / "model.keras"
     with zipfile.ZipFile(intact / "model.keras") as whole:
