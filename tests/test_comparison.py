@@ -629,6 +629,8 @@ def test_torch_counts_what_a_training_adds_on_all_gpus(monkeypatch):
         ({"train": iter([TRAIN])}, "`train` must be there for each training"),
         ({"validation": generated()}, "`validation` must be there for each"),
         ({"train": (X, Y, X, Y)}, "`train` must be .x, y.* a tuple of 4"),
+        ({"validation": (X[:0], Y[:0])}, "`validation` must hold at least one example"),
+        ({"verbose": "loud"}, "`verbose` must be 0 or 1. Received: verbose='loud'"),
         ({"build": lambda: 3}, "`build` must return a compiled keras.Model"),
         ({"build": lambda: keras.Sequential()}, "`build` must compile the model"),
     ],

@@ -412,3 +412,10 @@ def test_what_is_no_model_is_refused():
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(ValueError, match="`model` must be compiled"):
         keras_mp.diagnose(keras.Sequential([layers.Dense(8)]), X, Y)
+
+
+def test_a_batch_of_nothing_is_refused():
+    model = keras.Sequential([layers.Dense(8)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="`x` must hold at least one example"):
+        keras_mp.diagnose(model, X[:0], Y[:0])

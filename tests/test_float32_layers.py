@@ -31,12 +31,12 @@ from keras_mp.policies import policy_of
 find = keras_mp.find_float32_layers
 
 
-def mixed(*made, policy="mixed_float16", optimizer="sgd"):
+def mixed(*made, policy="mixed_float16", optimizer="sgd", loss="mse"):
     keras.utils.set_random_seed(0)
     head = layers.Dense(8, name="head")  # In float32, being the output.
     model = keras.Sequential([keras.Input((8,)), *made, head], name="model")
     keras_mp.convert(model, policy)
-    model.compile(optimizer, "mse", run_eagerly=True)
+    model.compile(optimizer, loss, run_eagerly=True)
     return model
 
 
@@ -317,6 +317,46 @@ def test_it_prints_within_80_columns_and_is_json():
 def test_a_tolerance_below_1_is_refused(tolerance):
     with pytest.raises(ValueError, match="`tolerance` must be .* Received: tolerance"):
         find(mixed(layers.Dense(8)), (X, Y), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("data.csv", "`data` must be .x, y., .* Received: data='data.csv'"),
+        (3, "Received: data=3"),
+        ((X[:0], Y[:0]), "`data` must hold at least one example. Received: arrays of"),
+        (iter([]), "at least one example. Received: no batch"),
+    ],
+)
+def test_what_is_no_batch_is_refused(data, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        find(mixed(layers.Dense(8)), data)
+    with pytest.raises(ValueError, match="`verbose` must be 0 or 1"):
+        find(mixed(layers.Dense(8)), (X, Y), verbose="loud")
+
+
+def test_inputs_alone_are_a_batch():
+    """As `fit` takes them, of a model whose layers bring its loss."""
+    made = [layers.Dense(8), Squared(name="fault"), layers.ActivityRegularization(1e-3)]
+    model = mixed(*made, loss=None)
+    assert find(model, X, verbose=0).paths == ("model/fault",)
+
+
+def test_a_compute_loss_of_before_keras_had_training_is_called_as_it_is():
+    class Older(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return keras.ops.mean((y - y_pred) ** 2)
+
+    model = Older([keras.Input((8,)), Squared(name="fault"), layers.Dense(8)])
+    keras_mp.convert(model, "mixed_float16")
+    model.compile("sgd", run_eagerly=True)
+    assert find(model, (X, Y), verbose=0).paths == (f"{model.name}/fault",)
+
+
+def test_a_loss_that_no_variable_moves_is_no_error():
+    made = [Squared(name="fault"), layers.ActivityRegularization(1e-3)]
+    found = find(mixed(*made, loss=None), X, verbose=0)
+    assert found.paths == ("model/fault",)
 
 
 def test_other_models_are_refused():

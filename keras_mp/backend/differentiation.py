@@ -151,7 +151,9 @@ def _torch(
         wanted = [*(v.value for v in variables), *seen]
         asked = [i for i, x in enumerate(wanted) if x.requires_grad]
         gradients: list[Any] = [None] * len(wanted)
-        if asked:  # Of a frozen model there is nothing to differentiate by.
+        # Of a frozen model there is nothing to differentiate by, or a loss of it
+        # that depends on nothing.
+        if asked and loss.requires_grad:
             inputs = [wanted[i] for i in asked]
             found = torch.autograd.grad(loss, inputs, allow_unused=True)
             for i, gradient in zip(asked, found, strict=True):

@@ -187,7 +187,7 @@ def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity
         x, y, weights = batch
         outputs = model(x, training=True) if model._call_has_training_arg else model(x)
         outputs = keras.tree.map_structure(lambda t: see(t)[0], outputs)
-        loss = model.compute_loss(x, y, outputs, weights, training=True)
+        loss = model._compute_loss(x, y, outputs, weights, training=True)
         return ops.cast(loss, "float32") * scale
 
     variables = model.trainable_variables

@@ -19,6 +19,7 @@ from keras_mp.diagnostics.other_policies import (
 from keras_mp.diagnostics.probe import Probe, probe
 from keras_mp.diagnostics.ranges import range_of
 from keras_mp.diagnostics.report import Report
+from keras_mp.diagnostics.training_data import check_examples
 from keras_mp.diagnostics.verdict import Measured, Verdict, verdict_on
 from keras_mp.policies import layer_path
 
@@ -46,7 +47,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
 
     Raises:
         TypeError: if `model` is no `keras.Model`.
-        ValueError: if it is not compiled.
+        ValueError: if it is not compiled, or `x` has no example.
 
     Example:
 
@@ -56,6 +57,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     """
     check_compiled(model)
     batch = (x, y, sample_weight)
+    check_examples("x", x)
     if not model.built:
         model(x)
     scale = loss_scale_of(model)

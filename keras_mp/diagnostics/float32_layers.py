@@ -19,8 +19,9 @@ from keras_mp.diagnostics.other_policies import (
     policy_name,
     with_float32,
 )
-from keras_mp.diagnostics.progress_bar import progress_bar
+from keras_mp.diagnostics.progress_bar import check_verbose, progress_bar
 from keras_mp.diagnostics.smallest_set import smallest_set
+from keras_mp.diagnostics.training_data import one_batch
 from keras_mp.parts import children_of, parts_of
 from keras_mp.policies import MixedBFloat16, MixedFloat16, MixedPolicy, layer_path
 from keras_mp.tables import Table
@@ -191,9 +192,10 @@ def find_float32_layers(
         `.contributions`, `.to_dict()`.
 
     Raises:
-        TypeError: if `model` is no `keras.Model`.
-        ValueError: if it is not compiled, if its outputs or gradients are not finite in
-            float32, or if `tolerance` is not at least 1.
+        TypeError: if `model` is no `keras.Model`, or `data` no data.
+        ValueError: if the model is not compiled, if its outputs or gradients are not
+            finite in float32, if `data` has no example, if `tolerance` is not at least
+            1, or `verbose` neither 0 nor 1.
 
     Example:
 
@@ -206,8 +208,9 @@ def find_float32_layers(
         raise ValueError(
             f"`tolerance` must be a number of at least 1. Received: {tolerance=}."
         )
+    check_verbose(verbose)
     check_compiled(model)
-    batch = _one_batch(data)
+    batch = one_batch("data", data)
     if not model.built:
         model(batch[0])
     choose = half_policies(model)
@@ -249,14 +252,6 @@ def find_float32_layers(
         after=after,
         undetermined=tuple(expected.undetermined),
     )
-
-
-def _one_batch(data: Any) -> tuple[Any, Any, Any]:
-    if isinstance(data, keras.utils.PyDataset):
-        data = data[0]
-    elif not isinstance(data, (tuple, list)):
-        data = next(iter(data))
-    return keras.utils.unpack_x_y_sample_weight(data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
         x, y, weights = batch
         with calls.shown_to(see):
             outputs = _called(model, x)
-            loss = model.compute_loss(x, y, outputs, weights, training=True)
+            loss = model._compute_loss(x, y, outputs, weights, training=True)
         return ops.cast(loss, "float32") * scale
 
     variables = model.trainable_variables

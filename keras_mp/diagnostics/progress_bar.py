@@ -2,6 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def check_verbose(verbose: Any) -> None:
+    """Raises a ValueError unless `verbose` is 0 or 1."""
+    if verbose not in (0, 1):
+        raise ValueError(f"`verbose` must be 0 or 1. Received: {verbose=}.")
 
 
 @contextlib.contextmanager

@@ -33,12 +33,9 @@ class TrainingData:
                 f"after one. Received: {name}={given!r}. Give a function that returns "
                 "a new one."
             )
-        if isinstance(given, str) or not (
-            callable(given) or any(hasattr(given, x) for x in _KINDS)
-        ):
-            raise TypeError(
-                f"`{name}` must be (x, y), (x, y, sample_weight), a dataset, or a "
-                f"function that returns one of these. Received: {name}={given!r}."
+        if not callable(given):
+            _check_kind(
+                name, given, "a dataset, or a function that returns one of these"
             )
         self._name, self._given, self._batch_size = name, given, batch_size
         if not callable(given):
@@ -53,6 +50,7 @@ class TrainingData:
                     f"`{self._name}` must be (x, y) or (x, y, sample_weight). "
                     f"Received: a tuple of {len(data)}."
                 )
+            check_examples(self._name, data)
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
             arrays = {"x": x, "y": y, "sample_weight": sample_weight}
             return {**arrays, "batch_size": self._batch_size}
@@ -96,6 +94,46 @@ class TrainingData:
 
     def _data(self) -> Any:
         return self._given() if callable(self._given) else self._given
+
+
+def one_batch(name: str, given: Any) -> tuple[Any, Any, Any]:
+    """Takes inputs, targets and sample weights of one batch.
+
+    Args:
+        name: of the argument, for errors.
+        given: the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or what gives
+            batches, of which the first is taken.
+
+    Raises:
+        TypeError: for what is no data.
+        ValueError: if there is no example in it.
+    """
+    _check_kind(name, given, "a dataset")
+    batch = given
+    if isinstance(given, keras.utils.PyDataset):
+        batch = given[0]
+    elif not (isinstance(given, (tuple, list)) or _is_array(given)):
+        batch = next(iter(given), None)
+    check_examples(name, batch)
+    return keras.utils.unpack_x_y_sample_weight(batch)
+
+
+def check_examples(name: str, batch: Any) -> None:
+    """Raises a ValueError if a batch has no example."""
+    shapes = [tuple(x.shape) for x in keras.tree.flatten(batch) if hasattr(x, "shape")]
+    if batch is None or any(shape[:1] == (0,) for shape in shapes):
+        received = f"arrays of shapes {shapes}" if shapes else "no batch"
+        raise ValueError(
+            f"`{name}` must hold at least one example. Received: {received}."
+        )
+
+
+def _check_kind(name: str, given: Any, or_else: str) -> None:
+    if isinstance(given, str) or not any(hasattr(given, x) for x in _KINDS):
+        raise TypeError(
+            f"`{name}` must be (x, y), (x, y, sample_weight), {or_else}. Received: "
+            f"{name}={given!r}."
+        )
 
 
 def _is_array(data: Any) -> bool:

@@ -12,7 +12,7 @@ from keras.src.backend.common import global_state
 
 from keras_mp.diagnostics.comparison import Comparison
 from keras_mp.diagnostics.comparison_arguments import labelled, whole_seeds
-from keras_mp.diagnostics.progress_bar import progress_bar
+from keras_mp.diagnostics.progress_bar import check_verbose, progress_bar
 from keras_mp.diagnostics.training import (
     NAMES,
     Plan,
@@ -102,6 +102,7 @@ def compare(
     chosen, which = labelled(policies), whole_seeds(seeds)
     check_whole_number("epochs", epochs)
     check_whole_number("batch_size", batch_size)
+    check_verbose(verbose)
     data = (
         TrainingData("train", train, batch_size),
         TrainingData("validation", validation, batch_size),
