@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 BACKENDS ?= jax tensorflow torch
 # The one that the demo runs on.
 BACKEND ?= jax
-PYTEST_ARGS ?= -n 2
+# A file stays in one process, and so does what is made for all of its tests.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 comma := ,
 empty :=
