@@ -172,6 +172,11 @@ def test_a_model_in_float32_is_judged_as_if_mixed():
     assert found.policy == "mixed_float16" and found.paths == ("model/fault",)
 
 
+def test_and_as_if_its_loss_was_scaled():
+    healthy = mixed(layers.Dense(8), policy="float32")
+    assert find(healthy, (X, Y), verbose=0).scale == 2.0**15
+
+
 def test_bfloat16_has_a_fault_of_its_own_and_no_scale():
     # 1000 ones added one after another: bfloat16 counts to 256.
     class Count(Fault):

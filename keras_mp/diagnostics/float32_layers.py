@@ -113,11 +113,11 @@ class Float32Layers:
         yield f"keras_mp.{self.float32_policy!r}"
 
     def _left_out(self) -> Iterator[str]:
-        if self.undetermined:
+        if count := len(self.undetermined):
             yield (
-                f"Looked at for inf and nan alone: {len(self.undetermined)} outputs or "
-                "gradients that are 0, or that rounding the weights alone changes by "
-                "more than half."
+                "Looked at for inf and nan alone, being 0 or changed by more than half "
+                f"when the weights alone are rounded: {count} of the outputs and "
+                "gradients."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,9 +213,10 @@ def find_float32_layers(
     batch = one_batch("data", data)
     if not model.built:
         model(batch[0])
-    choose = half_policies(model)
+    choose, scales = half_policies(model), _scales(model)
     with policies_meanwhile(model, choose):
         policy = policy_name(model)
+        scales = scales if policy == "mixed_float16" else [1.0]
         units = list(_units(model))
         half = {id(x) for x in model._flatten_layers() if computes_in_half(x)}
     if not units:
@@ -228,7 +229,7 @@ def find_float32_layers(
             model, batch, policy.removeprefix("mixed_"), _is_among(half), tolerance
         )
     with policies_meanwhile(model, choose):
-        scale = _scale(model, policy, lambda s: expected.errors(step(model, batch, s)))
+        scale = _best(scales, lambda s: expected.errors(step(model, batch, s)))
 
     def worst(kept: Iterable[Unit]) -> Error:
         paths = [unit.path for unit in kept]
@@ -286,20 +287,19 @@ def _is_among(half: set[int]) -> Callable[[Any], bool]:
     return is_half
 
 
-def _scale(
-    model: Any, policy: str, errors: Callable[[float], Sequence[Error]]
-) -> float:
-    """The loss scale at which most agrees: there a dynamic one would settle."""
-    if policy != "mixed_float16":
-        return 1.0
+def _scales(model: Any) -> list[float]:
+    """The loss scales that may be the model's, the present one first."""
     present = loss_scale_of(model)
-    if has_half(model) and not _is_dynamic(model.optimizer):
-        return present
-    scales = [present, *_SCALES]
+    fixed = has_half(model) and not _is_dynamic(model.optimizer)
+    return [present] if fixed else [present, *_SCALES]
+
+
+def _best(scales: list[float], errors: Callable[[float], Sequence[Error]]) -> float:
+    """The loss scale at which most agrees: there a dynamic one would settle."""
 
     def badness(scale: float) -> tuple[int, float]:
         wrong = sum(not error.agrees for error in errors(scale))
-        return wrong, abs(math.log2(scale / present))
+        return wrong, abs(math.log2(scale / scales[0]))
 
     return min(scales, key=badness)
 
