@@ -1,12 +1,15 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax import lax
 
 from keras_mp.backend.logs import (
     any_measured,
@@ -34,8 +37,11 @@ __all__ = [
 ]
 
 # Gradients up to this many elements are checked together, so that the number of
-# reductions does not grow with the number of variables.
+# kernels does not grow with the number of variables.
 GROUPED_ELEMENTS = 64 * 1024
+GRADIENTS_IN_A_WORD = 16
+# XLA on CPUs splits reductions along more than this many elements.
+WINDOW = 32
 
 
 def is_tracing() -> bool:
@@ -117,32 +123,81 @@ def nonfinite(grads: Sequence[Any]) -> Any:
 
 
 def _nonfinite(grads: list[Any]) -> Any:
-    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
-    # An integer maximum, unlike one of floats, cannot lose a nan.
-    bits: dict[int, Any] = {}
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
-        if grad is None:
-            bits[index] = jnp.zeros((), jnp.int32)
-        elif grad.size > GROUPED_ELEMENTS:
-            bits[index] = jnp.max(_bits(grad))
-        else:
-            alike.setdefault((grad.size, grad.dtype), []).append(index)
-    for indices in alike.values():
-        rows = jnp.stack([grads[i].ravel() for i in indices])
-        largest = jnp.max(_bits(rows), axis=1, initial=0)
-        bits.update(zip(indices, largest, strict=True))
-    largest = jnp.stack([bits[i] for i in range(len(grads))])
-    return jnp.stack([largest == _INFINITY, largest > _INFINITY])
+        if grad is not None:
+            small = grad.size <= GROUPED_ELEMENTS
+            key = (grad.shape, str(grad.dtype)) if small else index
+            alike.setdefault(key, []).append(index)
+    for key, indices in list(alike.items()):
+        if len(indices) < 8 and grads[indices[0]].size > 1024:
+            del alike[key]
+            alike.update({i: [i] for i in indices})
+    codes = [_codes([grads[i] for i in indices]) for indices in alike.values()]
+    missing = [index for index, grad in enumerate(grads) if grad is None]
+    codes.append(jnp.zeros(len(missing), jnp.int32))
+    order = [i for indices in (*alike.values(), missing) for i in indices]
+    code = jnp.concatenate(codes)[np.argsort(order)]
+    return jnp.stack([code == _AN_INFINITY, code == _A_NAN])
+
+
+@jax.jit  # Traced once for all gradients of one shape and number.
+def _codes(grads: list[Any]) -> Any:
+    """The code of each gradient, of one shape: is it finite, or what does it hold?
+
+    Several share words of 32 bits, one word for each place in their shape and two bits
+    for each gradient, so that one kernel reads them all, once, and copies none.
+    """
+    if len(grads) == 1:
+        return _code(_largest(_bits(grads[0])[np.newaxis]))
+    words = []
+    for start in range(0, len(grads), GRADIENTS_IN_A_WORD):
+        codes = map(_code, map(_bits, grads[start : start + GRADIENTS_IN_A_WORD]))
+        shifted = [lax.shift_left(c, np.int32(2 * i)) for i, c in enumerate(codes)]
+        words.append(functools.reduce(lax.bitwise_or, shifted))
+    places = 2 * np.arange(min(len(grads), GRADIENTS_IN_A_WORD), dtype=np.int32)
+    places = places.reshape(-1, *[1] * grads[0].ndim)
+    codes = jnp.stack(words)[:, np.newaxis] >> places & np.int32(3)
+    # A maximum, and no `or`, which collectives do not know.
+    rows = codes.reshape(-1, *grads[0].shape)
+    return _largest(rows)[: len(grads)]
 
 
 def _bits(x: Any) -> Any:
+    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
+    # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
-    return jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    return lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
 
 
-_INFINITY = 0x7F800000
+def _code(bits: Any) -> Any:
+    return lax.clamp(_BELOW, bits, np.int32(_BELOW + _A_NAN)) - _BELOW
+
+
+def _largest(rows: Any) -> Any:
+    """The maximum of each row, of integers that are not negative.
+
+    XLA on CPUs would write a copy of all that it reduces along more than 32 elements,
+    to read it again. So it reduces a part of an axis, and then what is left.
+    """
+    for axis, length in enumerate(rows.shape[1:], 1):
+        divisor = max(d for d in range(1, WINDOW + 1) if length % d == 0)
+        if length > WINDOW and divisor > 1:
+            shape = list(rows.shape)
+            shape[axis : axis + 1] = [length // divisor, divisor]
+            rows = lax.reduce(
+                rows.reshape(shape), np.int32(0), lax.max, (axis + 1,)
+            )
+            break
+    # From another initial value: of two alike XLA would make one again.
+    return lax.reduce(rows, np.int32(-1), lax.max, tuple(range(1, rows.ndim)))
+
+
+# What `_codes` says of a gradient that is not finite.
+_AN_INFINITY, _A_NAN = 1, 2
+# The bits of the largest number.
+_BELOW = np.int32(0x7F7FFFFF)
 _nonfinite_jitted = jax.jit(_nonfinite)
 
 
