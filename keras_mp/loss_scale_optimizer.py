@@ -401,7 +401,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss_flags = flags[:, -1]
         self._count_nonfinite(flags[:, :-2], variables)
         engine.update_if(
-            finite, lambda grads: self.inner_optimizer.apply(grads, variables), grads
+            finite,
+            lambda grads: self.inner_optimizer.apply(grads, variables),
+            grads,
+            branches=self._accumulates(),
         )
         self._advance(finite, engine.none_of(loss_flags))
         # `fit` looks by itself, once it has put back what the step changed.

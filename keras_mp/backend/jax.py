@@ -17,6 +17,7 @@ from keras_mp.backend.logs import (
     with_scale,
     without_step,
 )
+from keras_mp.backend.selects import without_conditionals
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
 # kernels does not grow with the number of variables.
 GROUPED_ELEMENTS = 64 * 1024
 GRADIENTS_IN_A_WORD = 16
+# Fewer than this of one shape are checked one by one, unless they are as small as this.
+FEW, SMALL_ELEMENTS = 8, 1024
 # XLA on CPUs splits reductions along more than this many elements.
 WINDOW = 32
 
@@ -83,7 +86,9 @@ def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
 
 
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
-    return [_widened(g) * inverse_scale.astype(_wide_dtype(g)) for g in grads]
+    wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
+    inverse = {d: inverse_scale.astype(d) for d in {g.dtype for g in wide}}
+    return [g * inverse[g.dtype] for g in wide]
 
 
 def poison(grads: Sequence[Any]) -> list[Any]:
@@ -113,10 +118,6 @@ def _wide_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _widened(x: Any) -> Any:
-    return x.astype(_wide_dtype(x))
-
-
 def nonfinite(grads: Sequence[Any]) -> Any:
     """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
     return (_nonfinite if is_tracing() else _nonfinite_jitted)(list(grads))
@@ -130,7 +131,8 @@ def _nonfinite(grads: list[Any]) -> Any:
             key = (grad.shape, str(grad.dtype)) if small else index
             alike.setdefault(key, []).append(index)
     for key, indices in list(alike.items()):
-        if len(indices) < 8 and grads[indices[0]].size > 1024:
+        # The words of a few are nearly as large as they are.
+        if len(indices) < FEW and grads[indices[0]].size > SMALL_ELEMENTS:
             del alike[key]
             alike.update({i: [i] for i in indices})
     codes = [_codes([grads[i] for i in indices]) for indices in alike.values()]
@@ -141,7 +143,6 @@ def _nonfinite(grads: list[Any]) -> Any:
     return jnp.stack([code == _AN_INFINITY, code == _A_NAN])
 
 
-@jax.jit  # Traced once for all gradients of one shape and number.
 def _codes(grads: list[Any]) -> Any:
     """The code of each gradient, of one shape: is it finite, or what does it hold?
 
@@ -150,17 +151,20 @@ def _codes(grads: list[Any]) -> Any:
     """
     if len(grads) == 1:
         return _code(_largest(_bits(grads[0])[np.newaxis]))
-    words = []
-    for start in range(0, len(grads), GRADIENTS_IN_A_WORD):
-        codes = map(_code, map(_bits, grads[start : start + GRADIENTS_IN_A_WORD]))
-        shifted = [lax.shift_left(c, np.int32(2 * i)) for i, c in enumerate(codes)]
-        words.append(functools.reduce(lax.bitwise_or, shifted))
+    starts = range(0, len(grads), GRADIENTS_IN_A_WORD)
+    words = [_word(grads[start : start + GRADIENTS_IN_A_WORD]) for start in starts]
     places = 2 * np.arange(min(len(grads), GRADIENTS_IN_A_WORD), dtype=np.int32)
     places = places.reshape(-1, *[1] * grads[0].ndim)
     codes = jnp.stack(words)[:, np.newaxis] >> places & np.int32(3)
     # A maximum, and no `or`, which collectives do not know.
-    rows = codes.reshape(-1, *grads[0].shape)
-    return _largest(rows)[: len(grads)]
+    return _largest(codes.reshape(-1, *grads[0].shape))[: len(grads)]
+
+
+@jax.jit  # Traced once for each shape.
+def _word(grads: list[Any]) -> Any:
+    codes = [_code(_bits(grad)) for grad in grads]
+    shifted = [lax.shift_left(c, np.int32(2 * i)) for i, c in enumerate(codes)]
+    return functools.reduce(lax.bitwise_or, shifted)
 
 
 def _bits(x: Any) -> Any:
@@ -168,7 +172,9 @@ def _bits(x: Any) -> Any:
     # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
-    return lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
+    return bits & np.int32(0x7FFFFFFF)
 
 
 def _code(bits: Any) -> Any:
@@ -186,9 +192,7 @@ def _largest(rows: Any) -> Any:
         if length > WINDOW and divisor > 1:
             shape = list(rows.shape)
             shape[axis : axis + 1] = [length // divisor, divisor]
-            rows = lax.reduce(
-                rows.reshape(shape), np.int32(0), lax.max, (axis + 1,)
-            )
+            rows = lax.reduce(rows.reshape(shape), np.int32(0), lax.max, (axis + 1,))
             break
     # From another initial value: of two alike XLA would make one again.
     return lax.reduce(rows, np.int32(-1), lax.max, tuple(range(1, rows.ndim)))
@@ -211,38 +215,49 @@ def none_of(flags: Any) -> Any:
 
 
 class SelectingScope(keras.StatelessScope):
-    """A stateless scope inside another that writes only where `predicate` is true.
+    """A stateless scope that writes only where `predicate` is true.
 
     Selecting at each write leaves no conditional in the program and no second copy of
     the state, wherever an optimizer writes from (`assign`, EMA, weight decay).
     """
 
-    def __init__(self, predicate: Any, outer: keras.StatelessScope) -> None:
+    def __init__(self, predicate: Any, state_mapping: dict[int, Any]) -> None:
         super().__init__()
         self._predicate = predicate
-        self._outer = outer
-        self.state_mapping = dict(outer.state_mapping)
+        self._before = state_mapping
+        self.state_mapping = dict(state_mapping)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
-        kept = jnp.where(self._predicate, value, variable.value)
-        super().add_update((variable, kept.astype(value.dtype)))
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._outer.state_mapping.update(self.state_mapping)
+        # As it was before any write: fewer values live on at the same time.
+        kept = self._before.get(id(variable), variable.value)
+        kept = lax.convert_element_type(kept, value.dtype)
+        super().add_update((variable, lax.select_n(self._predicate, kept, value)))
 
 
 def update_if(
-    finite: Any, update: Callable[[list[Any]], None], grads: list[Any]
+    finite: Any,
+    update: Callable[[list[Any]], None],
+    grads: list[Any],
+    branches: bool = False,
 ) -> None:
-    """Runs `update(grads)`, whose writes take effect only if `finite`."""
+    """Runs `update(grads)`, whose writes take effect only if `finite`.
+
+    `branches`: whether Keras puts conditionals into it, which then become selects.
+    """
     if not isinstance(finite, jax.core.Tracer):
         if finite:
             update(grads)
         return
-    with SelectingScope(finite, keras.src.backend.get_stateless_scope()):
-        update(grads)
+
+    def written(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
+        with SelectingScope(finite, before) as scope:
+            update(grads)
+        return scope.state_mapping
+
+    run = without_conditionals(written) if branches else written
+    mapping = keras.src.backend.get_stateless_scope().state_mapping
+    mapping.update(run(finite, mapping, grads))
 
 
 def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
