@@ -137,7 +137,7 @@ def _nonfinite(grads: list[Any]) -> Any:
             alike.update({i: [i] for i in indices})
     codes = [_codes([grads[i] for i in indices]) for indices in alike.values()]
     missing = [index for index, grad in enumerate(grads) if grad is None]
-    codes.append(jnp.zeros(len(missing), jnp.int32))
+    codes.append(jnp.zeros(len(missing), jnp.int8))
     order = [i for indices in (*alike.values(), missing) for i in indices]
     code = jnp.concatenate(codes)[np.argsort(order)]
     return jnp.stack([code == _AN_INFINITY, code == _A_NAN])
@@ -150,14 +150,15 @@ def _codes(grads: list[Any]) -> Any:
     for each gradient, so that one kernel reads them all, once, and copies none.
     """
     if len(grads) == 1:
-        return _code(_largest(_bits(grads[0])[np.newaxis]))
+        return _largest(_bits(grads[0])[np.newaxis], _code)
     starts = range(0, len(grads), GRADIENTS_IN_A_WORD)
     words = [_word(grads[start : start + GRADIENTS_IN_A_WORD]) for start in starts]
     places = 2 * np.arange(min(len(grads), GRADIENTS_IN_A_WORD), dtype=np.int32)
     places = places.reshape(-1, *[1] * grads[0].ndim)
     codes = jnp.stack(words)[:, np.newaxis] >> places & np.int32(3)
     # A maximum, and no `or`, which collectives do not know.
-    return _largest(codes.reshape(-1, *grads[0].shape))[: len(grads)]
+    rows = codes.reshape(-1, *grads[0].shape)
+    return _largest(rows, lambda code: code)[: len(grads)]
 
 
 @jax.jit  # Traced once for each shape.
@@ -181,21 +182,22 @@ def _code(bits: Any) -> Any:
     return lax.clamp(_BELOW, bits, np.int32(_BELOW + _A_NAN)) - _BELOW
 
 
-def _largest(rows: Any) -> Any:
-    """The maximum of each row, of integers that are not negative.
+def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
+    """The largest code of each row, int8.
 
     XLA on CPUs would write a copy of all that it reduces along more than 32 elements,
-    to read it again. So it reduces a part of an axis, and then what is left.
+    to read it again. So it reduces a part of an axis, and then the codes of that.
     """
     for axis, length in enumerate(rows.shape[1:], 1):
         divisor = max(d for d in range(1, WINDOW + 1) if length % d == 0)
         if length > WINDOW and divisor > 1:
             shape = list(rows.shape)
             shape[axis : axis + 1] = [length // divisor, divisor]
-            rows = lax.reduce(rows.reshape(shape), np.int32(0), lax.max, (axis + 1,))
+            rows = rows.reshape(shape)
+            rows = lax.reduce(rows, np.int32(0), lax.max, (axis + 1,))
             break
-    # From another initial value: of two alike XLA would make one again.
-    return lax.reduce(rows, np.int32(-1), lax.max, tuple(range(1, rows.ndim)))
+    codes = code(rows).astype(jnp.int8)
+    return lax.reduce(codes, np.int8(0), lax.max, tuple(range(1, codes.ndim)))
 
 
 # What `_codes` says of a gradient that is not finite.
