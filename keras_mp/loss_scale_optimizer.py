@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_mp import checkpoint
 from keras_mp.backend import engine
+from keras_mp.global_norm import clips_by_global_norm, squares
 from keras_mp.gradient_check import check_gradients
 from keras_mp.gradient_stage import GradientStage, in_train_step
 from keras_mp.inner_optimizer import (
@@ -394,12 +395,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads = narrowed
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
-        flags = engine.nonfinite([*narrowed, loss])
-        flags, loss_flags = flags[:, :-1], flags[:, -1]
-        finite = engine.none_of(flags)
-        self._count_nonfinite(flags, variables)
+        looked_at, norm = self._looked_at(narrowed, variables)
+        flags = engine.nonfinite([*looked_at, norm, loss])
+        finite = engine.none_of(flags[:, :-1])
+        loss_flags = flags[:, -1]
+        self._count_nonfinite(flags[:, :-2], variables)
         engine.update_if(
-            finite, lambda grads: self.inner_optimizer.apply(grads, variables), grads
+            finite,
+            lambda grads: self.inner_optimizer.apply(grads, variables),
+            grads,
+            branches=self._accumulates(),
         )
         self._advance(finite, engine.none_of(loss_flags))
         # `fit` looks by itself, once it has put back what the step changed.
@@ -438,6 +443,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ops.cast(g, d) if g is not None and d in ("float16", "bfloat16") else g
             for g, d in zip(grads, dtypes, strict=True)
         ]
+
+    def _looked_at(
+        self, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[Sequence[Any], Any]:
+        """What tells whether gradients are finite: they themselves, or their squares.
+
+        The second is the square of their norm, or None.
+        """
+        clipped = clips_by_global_norm(self.inner_optimizer) and all(
+            g is None
+            or (
+                getattr(g, "dense_shape", None) is None
+                and keras.backend.standardize_dtype(g.dtype) == "float32"
+                and not self._overwrite_variable_with_gradient(v)
+            )
+            for g, v in zip(grads, variables, strict=True)
+        )
+        return squares(grads) if clipped else (grads, None)
 
     def _accumulates(self) -> bool:
         inner = self.inner_optimizer

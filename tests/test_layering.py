@@ -28,6 +28,7 @@ LAYERS = [
     [
         "backend",
         "errors",
+        "global_norm",
         "gradient_check",
         "loss_scale",
         "nonfinite",

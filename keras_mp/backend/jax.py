@@ -1,12 +1,15 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax import lax
 
 from keras_mp.backend.logs import (
     any_measured,
@@ -14,6 +17,7 @@ from keras_mp.backend.logs import (
     with_scale,
     without_step,
 )
+from keras_mp.backend.selects import without_conditionals
 from keras_mp.backend.train_function import make_train_function
 
 __all__ = [
@@ -34,8 +38,13 @@ __all__ = [
 ]
 
 # Gradients up to this many elements are checked together, so that the number of
-# reductions does not grow with the number of variables.
+# kernels does not grow with the number of variables.
 GROUPED_ELEMENTS = 64 * 1024
+GRADIENTS_IN_A_WORD = 16
+# Fewer than this of one shape are checked one by one, unless they are as small as this.
+FEW, SMALL_ELEMENTS = 8, 1024
+# XLA on CPUs splits reductions along more than this many elements.
+WINDOW = 32
 
 
 def is_tracing() -> bool:
@@ -77,7 +86,9 @@ def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
 
 
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
-    return [_widened(g) * inverse_scale.astype(_wide_dtype(g)) for g in grads]
+    wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
+    inverse = {d: inverse_scale.astype(d) for d in {g.dtype for g in wide}}
+    return [g * inverse[g.dtype] for g in wide]
 
 
 def poison(grads: Sequence[Any]) -> list[Any]:
@@ -107,42 +118,92 @@ def _wide_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _widened(x: Any) -> Any:
-    return x.astype(_wide_dtype(x))
-
-
 def nonfinite(grads: Sequence[Any]) -> Any:
     """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
     return (_nonfinite if is_tracing() else _nonfinite_jitted)(list(grads))
 
 
 def _nonfinite(grads: list[Any]) -> Any:
-    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
-    # An integer maximum, unlike one of floats, cannot lose a nan.
-    bits: dict[int, Any] = {}
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
-        if grad is None:
-            bits[index] = jnp.zeros((), jnp.int32)
-        elif grad.size > GROUPED_ELEMENTS:
-            bits[index] = jnp.max(_bits(grad))
-        else:
-            alike.setdefault((grad.size, grad.dtype), []).append(index)
-    for indices in alike.values():
-        rows = jnp.stack([grads[i].ravel() for i in indices])
-        largest = jnp.max(_bits(rows), axis=1, initial=0)
-        bits.update(zip(indices, largest, strict=True))
-    largest = jnp.stack([bits[i] for i in range(len(grads))])
-    return jnp.stack([largest == _INFINITY, largest > _INFINITY])
+        if grad is not None:
+            small = grad.size <= GROUPED_ELEMENTS
+            key = (grad.shape, str(grad.dtype)) if small else index
+            alike.setdefault(key, []).append(index)
+    for key, indices in list(alike.items()):
+        # The words of a few are nearly as large as they are.
+        if len(indices) < FEW and grads[indices[0]].size > SMALL_ELEMENTS:
+            del alike[key]
+            alike.update({i: [i] for i in indices})
+    codes = [_codes([grads[i] for i in indices]) for indices in alike.values()]
+    missing = [index for index, grad in enumerate(grads) if grad is None]
+    codes.append(jnp.zeros(len(missing), jnp.int8))
+    order = [i for indices in (*alike.values(), missing) for i in indices]
+    code = jnp.concatenate(codes)[np.argsort(order)]
+    return jnp.stack([code == _AN_INFINITY, code == _A_NAN])
+
+
+def _codes(grads: list[Any]) -> Any:
+    """The code of each gradient, of one shape: is it finite, or what does it hold?
+
+    Several share words of 32 bits, one word for each place in their shape and two bits
+    for each gradient, so that one kernel reads them all, once, and copies none.
+    """
+    if len(grads) == 1:
+        return _largest(_bits(grads[0])[np.newaxis], _code)
+    starts = range(0, len(grads), GRADIENTS_IN_A_WORD)
+    words = [_word(grads[start : start + GRADIENTS_IN_A_WORD]) for start in starts]
+    places = 2 * np.arange(min(len(grads), GRADIENTS_IN_A_WORD), dtype=np.int32)
+    places = places.reshape(-1, *[1] * grads[0].ndim)
+    codes = jnp.stack(words)[:, np.newaxis] >> places & np.int32(3)
+    # A maximum, and no `or`, which collectives do not know.
+    rows = codes.reshape(-1, *grads[0].shape)
+    return _largest(rows, lambda code: code)[: len(grads)]
+
+
+@jax.jit  # Traced once for each shape.
+def _word(grads: list[Any]) -> Any:
+    codes = [_code(_bits(grad)) for grad in grads]
+    shifted = [lax.shift_left(c, np.int32(2 * i)) for i, c in enumerate(codes)]
+    return functools.reduce(lax.bitwise_or, shifted)
 
 
 def _bits(x: Any) -> Any:
+    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
+    # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
-    return jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
+    return bits & np.int32(0x7FFFFFFF)
 
 
-_INFINITY = 0x7F800000
+def _code(bits: Any) -> Any:
+    return lax.clamp(_BELOW, bits, np.int32(_BELOW + _A_NAN)) - _BELOW
+
+
+def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
+    """The largest code of each row, int8.
+
+    XLA on CPUs would write a copy of all that it reduces along more than 32 elements,
+    to read it again. So it reduces a part of an axis, and then the codes of that.
+    """
+    for axis, length in enumerate(rows.shape[1:], 1):
+        divisor = max(d for d in range(1, WINDOW + 1) if length % d == 0)
+        if length > WINDOW and divisor > 1:
+            shape = list(rows.shape)
+            shape[axis : axis + 1] = [length // divisor, divisor]
+            rows = rows.reshape(shape)
+            rows = lax.reduce(rows, np.int32(0), lax.max, (axis + 1,))
+            break
+    codes = code(rows).astype(jnp.int8)
+    return lax.reduce(codes, np.int8(0), lax.max, tuple(range(1, codes.ndim)))
+
+
+# What `_codes` says of a gradient that is not finite.
+_AN_INFINITY, _A_NAN = 1, 2
+# The bits of the largest number.
+_BELOW = np.int32(0x7F7FFFFF)
 _nonfinite_jitted = jax.jit(_nonfinite)
 
 
@@ -156,38 +217,49 @@ def none_of(flags: Any) -> Any:
 
 
 class SelectingScope(keras.StatelessScope):
-    """A stateless scope inside another that writes only where `predicate` is true.
+    """A stateless scope that writes only where `predicate` is true.
 
     Selecting at each write leaves no conditional in the program and no second copy of
     the state, wherever an optimizer writes from (`assign`, EMA, weight decay).
     """
 
-    def __init__(self, predicate: Any, outer: keras.StatelessScope) -> None:
+    def __init__(self, predicate: Any, state_mapping: dict[int, Any]) -> None:
         super().__init__()
         self._predicate = predicate
-        self._outer = outer
-        self.state_mapping = dict(outer.state_mapping)
+        self._before = state_mapping
+        self.state_mapping = dict(state_mapping)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
-        kept = jnp.where(self._predicate, value, variable.value)
-        super().add_update((variable, kept.astype(value.dtype)))
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._outer.state_mapping.update(self.state_mapping)
+        # As it was before any write: fewer values live on at the same time.
+        kept = self._before.get(id(variable), variable.value)
+        kept = lax.convert_element_type(kept, value.dtype)
+        super().add_update((variable, lax.select_n(self._predicate, kept, value)))
 
 
 def update_if(
-    finite: Any, update: Callable[[list[Any]], None], grads: list[Any]
+    finite: Any,
+    update: Callable[[list[Any]], None],
+    grads: list[Any],
+    branches: bool = False,
 ) -> None:
-    """Runs `update(grads)`, whose writes take effect only if `finite`."""
+    """Runs `update(grads)`, whose writes take effect only if `finite`.
+
+    `branches`: whether Keras puts conditionals into it, which then become selects.
+    """
     if not isinstance(finite, jax.core.Tracer):
         if finite:
             update(grads)
         return
-    with SelectingScope(finite, keras.src.backend.get_stateless_scope()):
-        update(grads)
+
+    def written(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
+        with SelectingScope(finite, before) as scope:
+            update(grads)
+        return scope.state_mapping
+
+    run = without_conditionals(written) if branches else written
+    mapping = keras.src.backend.get_stateless_scope().state_mapping
+    mapping.update(run(finite, mapping, grads))
 
 
 def optimizer_values(args: Sequence[Any]) -> list[Any] | None:

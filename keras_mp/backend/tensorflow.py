@@ -172,7 +172,9 @@ def _largest_bits(grads: list[Any]) -> tf.Tensor:
 def _bits(x: tf.Tensor) -> tf.Tensor:
     if x.dtype == tf.float64:  # A large one would become infinite in float32.
         x = tf.where(tf.math.is_finite(x), tf.zeros_like(x), x)
-    return tf.bitcast(tf.abs(tf.cast(x, tf.float32)), tf.int32)
+    # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
+    bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
+    return tf.bitwise.bitwise_and(bits, 0x7FFFFFFF)
 
 
 _INFINITY = 0x7F800000
@@ -184,7 +186,10 @@ def none_of(flags: tf.Tensor) -> tf.Tensor:
 
 
 def update_if(
-    finite: tf.Tensor, update: Callable[[list[Any]], None], grads: list[Any]
+    finite: tf.Tensor,
+    update: Callable[[list[Any]], None],
+    grads: list[Any],
+    branches: bool = False,
 ) -> None:
     """Runs `update(grads)` if `finite`."""
     if tf.executing_eagerly() and not tf.distribute.has_strategy():

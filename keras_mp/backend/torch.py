@@ -107,7 +107,10 @@ def none_of(flags: torch.Tensor) -> torch.Tensor:
 
 
 def update_if(
-    finite: torch.Tensor, update: Callable[[list[Any]], None], grads: list[Any]
+    finite: torch.Tensor,
+    update: Callable[[list[Any]], None],
+    grads: list[Any],
+    branches: bool = False,
 ) -> None:
     """Runs `update(grads)` if `finite`."""
     if finite:

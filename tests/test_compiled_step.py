@@ -1,0 +1,81 @@
+"""What loss scaling costs in a compiled JAX step, against the same step without it.
+
+Read from the program, so that no clock decides. `make gpu-gates` runs the same tests on
+the programs for an H100, without one.
+"""
+
+import keras
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("programs of XLA, as JAX makes them", allow_module_level=True)
+
+from compiled_steps import OPTIMIZERS, sharding, train_step, update
+
+ON_GPU = sharding() is not None
+# Scalars: for each variable ten of 4 bytes, five counts of not finite gradients before
+# and after the step; and two, predicate and scale, for each of up to ten kernels that
+# write it. A few more for the state of the scale, metrics and logs.
+SCALARS_OF_A_VARIABLE, SCALARS_OF_A_STEP = 4 * (10 + 20), 4 * 1024
+
+
+def both(*args, **kwargs):
+    return train_step(*args, False), train_step(*args, True, **kwargs)
+
+
+def scalars(program):
+    return SCALARS_OF_A_STEP + SCALARS_OF_A_VARIABLE * program.variables
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def optimizer(request):
+    return request.param
+
+
+def test_no_conditional_is_left_in_the_step(optimizer):
+    # Keras' own gradient accumulation has some, in the step without loss scaling.
+    assert train_step("wide", optimizer, True).count("conditional") == 0
+
+
+def test_none_with_normalization_statistics_and_a_monitor():
+    step = train_step("normalized", "Adam", True, monitored=True)
+    assert step.count("conditional") == 0
+
+
+def test_the_gate_sees_the_conditionals_of_keras_gradient_accumulation():
+    assert train_step("wide", "accumulation", False).count("conditional") > 0
+
+
+def test_temporary_memory_is_at_most_half_the_gradients_more(optimizer):
+    plain, scaled = both("wide", optimizer)
+    assert scaled.temporary <= plain.temporary + plain.gradients // 2
+
+
+def test_so_it_is_when_gradients_are_arguments(optimizer):
+    plain, scaled = update(optimizer, False), update(optimizer, True)
+    assert scaled.temporary <= plain.temporary + plain.gradients // 2
+
+
+def test_it_reads_the_gradients_once_more_at_most(optimizer):
+    plain, scaled = both("wide", optimizer)
+    one_pass = plain.gradients
+    assert scaled.accessed <= plain.accessed + one_pass + scalars(plain)
+
+
+def test_it_reads_nothing_more_where_global_clipping_does():
+    plain, scaled = both("wide", "global_clipnorm")
+    assert scaled.accessed <= plain.accessed + scalars(plain)
+
+
+@pytest.mark.parametrize("name", ["Adam", "global_clipnorm"])
+def test_small_variables_share_the_kernels_of_the_check(name):
+    plain, scaled = both("200 variables", name)
+    assert scaled.count("fusion") <= 1.1 * plain.count("fusion")
+
+
+@pytest.mark.parametrize("model", ["wide", "normalized"])
+def test_nothing_calls_back_to_the_host(model):
+    plain, scaled = both(model, "Adam", monitored=True)
+    assert scaled.calls <= plain.calls
+    for transfer in ("infeed", "outfeed", "send", "recv"):
+        assert scaled.count(transfer) == 0
