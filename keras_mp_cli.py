@@ -530,8 +530,8 @@ def _parser() -> argparse.ArgumentParser:
         help="measure what loss scaling costs, what a policy gains, whether it learns",
         description="Suites: cost, a step with loss scaling over the same step "
         "without, for keras_mp and others; seams, what keras_mp costs elsewhere; "
-        "train, speed and memory of whole training steps under each policy; quality, what "
-        "trainings to the end come to. Prints tables; writes JSON, and a picture.",
+        "train, speed and memory of whole training steps under each policy; quality, "
+        "what trainings to the end come to. Prints tables; writes JSON, and a picture.",
     )
     command.add_argument(
         "--suite",

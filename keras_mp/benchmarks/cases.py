@@ -55,12 +55,13 @@ class Case(NamedTuple):
 
 
 def _dense(batch: int, **sizes: int) -> Problem:
-    return Problem(models.dense(**sizes), *_vectors(batch, sizes), _squared_error)
+    x, y = _vectors(batch, sizes)
+    return Problem(models.dense(**sizes), x, y, _squared_error)
 
 
 def _variables(batch: int, **sizes: int) -> Problem:
-    model = models.small_variables(**sizes)
-    return Problem(model, *_vectors(batch, sizes), _squared_error)
+    x, y = _vectors(batch, sizes)
+    return Problem(models.small_variables(**sizes), x, y, _squared_error)
 
 
 def _vectors(batch: int, sizes: dict[str, int]) -> np.ndarray:

@@ -1,9 +1,13 @@
 """What `keras-mp bench` runs: a suite, job by job, with a bar, tables and a picture."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import itertools
+import math
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +16,7 @@ from keras_mp.benchmarks.processes import Job, Process
 from keras_mp.benchmarks.results import Results
 from keras_mp.diagnostics.progress_bar import progress_bar
 
+SHORTEST = 5.0  # seconds: with less left nothing is begun
 SUITES = ("cost", "seams", "train", "quality")
 
 
@@ -75,7 +80,7 @@ def bench(
     if resume:
         jobs = [job for job in jobs if not _is_done(job, results)]
     with progress_bar(len(jobs), verbose) as tell:
-        _run(jobs, results, tell, getattr(module, "AHEAD", False))
+        _run(jobs, results, tell, _budget(module, seconds))
     lines = [table.text() for table in module.tables(results.records)]
     picture = _drawn(module, results)
     lines.append(f"Written: {results.path}{f' and {picture}' if picture else ''}")
@@ -119,40 +124,47 @@ def _is_done(job: Job, results: Results) -> bool:
     return found is not None and "failure" not in found
 
 
+def _budget(module: Any, seconds: float | None) -> float:
+    """How long all the jobs may take together."""
+    budget = getattr(module, "BUDGET", None)
+    return math.inf if budget is None else seconds or budget
+
+
 def _run(
     jobs: Sequence[Job],
     results: Results,
     tell: Callable[[str, int, float], None],
-    ahead: bool,
+    budget: float,
 ) -> None:
-    for number, process in enumerate(_started(jobs, ahead)):
-        title = process.job.title
-        tell(title, number, 0)
-        failure = process.records(
-            results.add,
-            lambda part, title=title, number=number: tell(title, number, part),
-        )
-        if failure:
+    end = time.monotonic() + budget
+    for number, process in enumerate(_started(jobs)):
+        job = process.job
+        left = end - time.monotonic()
+        if left < SHORTEST:
+            return  # What is left is not measured; `resume` goes on with it.
+        within = functools.partial(tell, job.title, number)
+        within(0)
+        failure = process.records(min(job.limit, left), results.add, within)
+        if failure and left >= job.limit:
             # What it has measured before it failed stays beside the failure.
-            found = results.find(process.job.about) or process.job.about
+            found = results.find(job.about) or job.about
             results.add({**found, "failure": failure})
 
 
-def _started(jobs: Sequence[Job], ahead: bool) -> Iterator[Process]:
-    """Processes in turn; `ahead`: while one measures, the next imports already."""
-    waiting: list[Process] = []
-    rest = iter(jobs)
+def _started(jobs: Sequence[Job]) -> Iterator[Process]:
+    """Processes in turn, the next one started before where it may be."""
     with contextlib.ExitStack() as ended:
-        while True:
-            while len(waiting) < (2 if ahead else 1):
-                job = next(rest, None)
-                if job is None:
-                    break
-                waiting.append(Process(job))
-                ended.callback(waiting[-1].end)
-            if not waiting:
-                return
-            yield waiting.pop(0)
+
+        def start(job: Job) -> Process:
+            process = Process(job)
+            ended.callback(process.end)
+            return process
+
+        following: Process | None = None
+        for job, next_job in itertools.zip_longest(jobs, jobs[1:]):
+            process = following or start(job)
+            following = start(next_job) if next_job and next_job.ahead else None
+            yield process
 
 
 def _drawn(module: Any, results: Results) -> pathlib.Path | None:

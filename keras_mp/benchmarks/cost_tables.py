@@ -61,7 +61,7 @@ def cell(record: Record, peer: str, family: str) -> str:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    notes = []
+    notes: list[str] = []
     unclear = [
         (record["case"], family, control["ratio"]["median"])
         for record in records
@@ -85,9 +85,9 @@ def _notes(records: Sequence[Record]) -> list[str]:
                 if word in found:
                     told = f"{peer} {word}: {found[word]}"
                     reasons.setdefault(told, []).append(record["case"])
-    for reason, cases in reasons.items():
-        every = len(cases) == len(records) and len(cases) > 1
-        notes.append(reason + ("" if every else f" (in {', '.join(cases)})"))
+    for reason, where in reasons.items():
+        every = len(where) == len(records) and len(where) > 1
+        notes.append(reason + ("" if every else f" (in {', '.join(where)})"))
     return notes
 
 
@@ -123,7 +123,7 @@ def _quartiles(ratio: dict[str, float]) -> tuple[str, str, str]:
     return (
         f"{ratio['median']:.3f}",
         f"{ratio['lower']:.3f} to {ratio['upper']:.3f}",
-        str(ratio["count"]),
+        str(ratio["number"]),
     )
 
 

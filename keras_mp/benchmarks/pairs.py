@@ -20,12 +20,12 @@ OFF = 0.03
 
 
 class Quartiles(NamedTuple):
-    """The median of some numbers and the quartiles round it."""
+    """The median of so many numbers and the quartiles round it."""
 
     median: float
     lower: float
     upper: float
-    count: int
+    number: int
 
 
 class Timing(NamedTuple):

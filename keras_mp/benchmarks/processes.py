@@ -36,6 +36,8 @@ class Job(NamedTuple):
         about: what tells its records from others; "backend" is among it.
         options: the other arguments of the suite's `measure`.
         limit: after so many seconds it is ended.
+        ahead: whether to start it while the one before is measured, so that imports
+            take no time.
         pinned: whether to one core, where the system knows that.
         environment: variables of it.
     """
@@ -44,6 +46,7 @@ class Job(NamedTuple):
     about: dict[str, Any]
     options: dict[str, Any]
     limit: float
+    ahead: bool = False
     pinned: bool = False
     environment: dict[str, str] = {}  # noqa: RUF012
 
@@ -85,18 +88,22 @@ class Process:
         )  # fmt: skip
 
     def records(
-        self, add: Callable[[Record], object], tell: Callable[[float], object]
+        self,
+        limit: float,
+        add: Callable[[Record], object],
+        tell: Callable[[float], object],
     ) -> str:
         """Lets it go, and waits for its end.
 
         Args:
+            limit: after so many seconds it is ended.
             add: is given each record as it comes.
             tell: is told how much is done, from 0 to 1.
 
         Returns:
             What went wrong, in a line; or nothing.
         """
-        timer = threading.Timer(self.job.limit, self._end_late)
+        timer = threading.Timer(limit, self._end_late)
         timer.start()
         try:
             assert self._process.stdin and self._process.stdout
@@ -116,7 +123,7 @@ class Process:
             timer.cancel()
             self.end()
         if self._late:
-            return f"took longer than {self.job.limit:.0f} s"
+            return f"took longer than {limit:.0f} s"
         return "" if code == 0 else f"{self._last_words()} (exit status {code})"
 
     def end(self) -> None:

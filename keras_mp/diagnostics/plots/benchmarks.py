@@ -55,13 +55,13 @@ def plot_cost(
             )
     axes.axvline(1, color="#000000", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(ratios)), list(ratios))
-    axes.invert_yaxis()
+    axes.set_ylim(len(ratios) - 0.5, -0.5)
     axes.set_xscale("log")
     highest = max(
         (q[2] for found in ratios.values() for q in found.values()), default=2
     )
     lowest = min((q[1] for found in ratios.values() for q in found.values()), default=1)
-    marks = [0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100]
+    marks = [0.8, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100]
     shown = [m for m in marks if 0.95 * lowest <= m <= 1.05 * highest]
     axes.set_xticks(shown, [f"{m:g}" for m in shown])
     axes.set_xticks([], minor=True)
@@ -74,6 +74,50 @@ def plot_cost(
         "each other; the thin lines are the quartiles. Pale: inconclusive, a "
         "second copy of the unscaled step was off as well."
     )
-    figure.text(0.015, 0.02, textwrap.fill(caption, 150), fontsize=9.5, va="bottom")
+    figure.text(0.015, 0.02, textwrap.fill(caption, 130), fontsize=9.5, va="bottom")
     figure.tight_layout(rect=(0, 0.75 / figure.get_figheight(), 1, 1))
+    return figure
+
+
+@our_style
+def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
+    """Draws speed and memory of precisions over those of float32.
+
+    Args:
+        ratios: "speed-up" or "memory" -> network -> precision -> times that of float32.
+
+    Returns:
+        A figure of two panels with a caption, on an Agg canvas.
+    """
+    rows = list(dict.fromkeys(row for found in ratios.values() for row in found))
+    figure = Picture(figsize=(11, 2 + 0.5 * len(rows)), dpi=120)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(ratios), sharey=True)
+    colours = ("#56B4E9", "#D55E00", "#009E73")
+    for axes, (what, found) in zip(panels, ratios.items(), strict=True):
+        names = list(dict.fromkeys(n for of in found.values() for n in of))
+        height = 0.8 / max(len(names), 1)
+        for number, name in enumerate(names):
+            bars = {y: found[row][name] for y, row in enumerate(rows)
+                    if name in found.get(row, {})}  # fmt: skip
+            axes.barh(
+                [y + (number + 0.5) * height - 0.4 for y in bars],
+                list(bars.values()),
+                height,
+                color=colours[number % len(colours)],
+                label=name,
+            )
+        axes.axvline(1, color="#000000", linewidth=1, linestyle="--")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_title(what if names else f"{what}: not measured")
+        axes.set_xlabel("times that of float32 without TF32 (no unit)")
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].legend()
+    caption = (
+        "Left: examples per second; right of the dashed line is faster than float32. "
+        "Right: the most memory that a step takes; left of the line is less."
+    )
+    figure.text(0.015, 0.02, textwrap.fill(caption, 140), fontsize=9.5, va="bottom")
+    figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
     return figure
