@@ -23,8 +23,11 @@ CHECK := $(VENV)/with-dev
 TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
 SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
+BENCH := $(VENV)/with-bench,$(subst $(space),$(comma),$(strip $(BACKENDS)))
+BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
 
-.PHONY: help demo test check sweep sweep-layers sweep-models clean $(TESTS)
+.PHONY: help demo test check bench bench-train bench-quality sweep sweep-layers \
+  sweep-models clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -34,6 +37,9 @@ help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make check   format, lint, check types"
+	@echo "make bench   measure what loss scaling costs, beside other packages"
+	@echo "make bench-train    measure whole training steps under each policy"
+	@echo "make bench-quality  train to the end under each policy"
 	@echo "make sweep   measure what the tests are too short for, both of these:"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
@@ -47,6 +53,21 @@ test: $(TESTS)
 $(TESTS): test-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Under ten minutes on a quiet machine. benchmarks/ is what comes of these three.
+bench: $(BENCH)
+	$(BIN)/keras-mp bench --backend $(BENCH_BACKENDS) --out benchmarks/cost.json
+	$(BIN)/keras-mp bench --suite seams --backend $(BENCH_BACKENDS) \
+	  --out benchmarks/seams.json
+	$(BIN)/python -m keras_mp.benchmarks.readme
+
+# With an NVIDIA GPU it needs JAX and torch with CUDA: see benchmarks/README.md.
+bench-train: $(BENCH)
+	$(BIN)/keras-mp bench --suite train --out benchmarks/train.json
+	$(BIN)/python -m keras_mp.benchmarks.readme
+
+bench-quality: $(BENCH)
+	$(BIN)/keras-mp bench --suite quality --out benchmarks/quality.json
+	$(BIN)/python -m keras_mp.benchmarks.readme
 sweep: sweep-layers sweep-models
 
 # An hour or two: every layer is compiled a dozen times on each backend.

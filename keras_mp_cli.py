@@ -373,6 +373,26 @@ def _imported(script: str) -> types.ModuleType:
 
 
 # --------------------------------------------------------------------------------
+# keras-mp bench
+
+
+def bench(suite: str, **options: Any) -> None:
+    """Measures a suite, each case in a process of its own with its own backend."""
+    backends = options["backends"]
+    # Nothing is computed in this process.
+    os.environ["KERAS_BACKEND"] = choose_backend(backends[0] if backends else None)
+    command = importlib.import_module("keras_mp.benchmarks.command")
+    try:
+        print(command.bench(suite, **options))
+    except ValueError as error:
+        # One of ours says all; another needs its traceback.
+        name = _traces(error)[-1].tb_frame.f_globals["__name__"]
+        if not name.startswith("keras_mp.benchmarks"):
+            raise
+        fail(_one_line(error))
+
+
+# --------------------------------------------------------------------------------
 # the command line
 
 
@@ -505,6 +525,47 @@ def _parser() -> argparse.ArgumentParser:
     _add_backend(command)
 
     command = commands.add_parser(
+        "bench",
+        allow_abbrev=False,
+        help="measure what loss scaling costs, what a policy gains, whether it learns",
+        description="Suites: cost, a step with loss scaling over the same step "
+        "without, for keras_mp and others; seams, what keras_mp costs elsewhere; "
+        "train, speed and memory of whole training steps under each policy; quality, "
+        "what trainings to the end come to. Prints tables; writes JSON, and a picture.",
+    )
+    command.add_argument(
+        "--suite",
+        choices=("cost", "seams", "train", "quality"),
+        default="cost",
+        help="what to measure (default: cost)",
+    )
+    for name, told in (
+        ("--case", "cases of the suite (default: all)"),
+        ("--backend", "Keras backends (default: those installed; quality: the first)"),
+        ("--peer", "whom cost measures (default: all)"),
+    ):
+        command.add_argument(
+            name, type=lambda text: text.split(","), metavar="A,B,...", help=told
+        )
+    command.add_argument(
+        "--seconds",
+        type=_at_least_one,
+        metavar="N",
+        help="how long to time: a case, or train as a whole",
+    )
+    command.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out what the file holds already, as after a run that was cut off",
+    )
+    command.add_argument(
+        "--out",
+        type=_file_to_write,
+        metavar="PATH",
+        help="the JSON file, renewed where it is there (default: keras_mp_SUITE.json)",
+    )
+
+    command = commands.add_parser(
         "inspect",
         allow_abbrev=False,
         help="print what the layers of a saved model compute in, and why",
@@ -577,6 +638,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             seeds=options.seeds,
             epochs=options.epochs,
             batch_size=options.batch_size,
+        )
+    elif options.command == "bench":
+        bench(
+            options.suite,
+            cases=options.case,
+            backends=options.backend,
+            peers=options.peer,
+            seconds=options.seconds,
+            out=options.out,
+            resume=options.resume,
         )
     elif options.command == "doctor":
         doctor(getattr(options, "backend", None))

@@ -67,6 +67,21 @@ class Table:
             console.print(Text(textwrap.fill(note, width, subsequent_indent=indent)))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
+    def markdown(self) -> str:
+        """The table as Markdown, its title in bold."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        # A bar would end the cell.
+        cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+        return "\n\n".join(
+            part
+            for part in (
+                f"**{self.title}**" if self.title else "",
+                "\n".join(f"| {' | '.join(line)} |" for line in cells),
+                *self.notes,
+            )
+            if part
+        )
+
     def html(self) -> str:
         """The table as HTML, with nothing loaded from elsewhere."""
         head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)

@@ -1,0 +1,160 @@
+"""The suite `cost`: a step with loss scaling over the same step without."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_mp.benchmarks.cases import BACKENDS, CASES, case_named
+from keras_mp.benchmarks.cost_tables import plot, tables
+from keras_mp.benchmarks.origin import origin
+from keras_mp.benchmarks.pairs import CONTROL, is_conclusive, time_in_pairs
+from keras_mp.benchmarks.peers import PEERS, Peer
+from keras_mp.benchmarks.processes import Job
+from keras_mp.benchmarks.results import Record
+from keras_mp.benchmarks.same_steps import Reference
+from keras_mp.benchmarks.steps import Engine, Step, engine
+
+__all__ = ["IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot", "tables"]
+
+NAME = "cost"
+IDENTITY = ("case", "backend")
+NAMES = tuple(case.name for case in CASES)
+ON = BACKENDS
+SECONDS = 12.0  # to time a case, compilation and checks aside
+LIMIT = 900.0  # for all of a case: some peers compile for more than a minute
+
+
+def jobs(
+    cases: Sequence[str],
+    backends: Sequence[str],
+    peers: Sequence[str],
+    seconds: float | None,
+) -> list[Job]:
+    """One process for each case on each backend, on one pinned core."""
+    return [
+        Job(
+            NAME,
+            {"case": case.name, "backend": backend},
+            {"peers": list(peers), "seconds": seconds or SECONDS},
+            limit=LIMIT,
+            pinned=True,
+        )
+        for backend in backends
+        for case in CASES
+        if case.name in cases and backend in case.backends
+    ]
+
+
+def measure(
+    case: str,
+    backend: str,
+    peers: Sequence[str],
+    seconds: float = SECONDS,
+    smallest: bool = False,
+    tell: Callable[[float], object] = lambda part: None,
+) -> Iterator[Record]:
+    """Measures a case; Keras must be running on `backend`.
+
+    Args:
+        case: its name.
+        backend: of it.
+        peers: their names.
+        seconds: for the timing.
+        smallest: whether to take the smallest sizes.
+        tell: is told how much of it is done, from 0 to 1.
+
+    Yields:
+        One record: of each peer the ratios, or why there are none.
+    """
+    wanted = [p for p in PEERS if p.name in peers and backend in p.backends]
+    bench = _Bench(case, engine(backend), smallest)
+    found: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
+    for number, peer in enumerate(wanted):
+        tell(0.5 * number / len(wanted))
+        found[peer.name], step = bench.checked(peer)
+        if step is not None:
+            steps[peer.name] = step
+    families = list(dict.fromkeys(p.family for p in wanted if p.name in steps))
+    controls = {}
+    for number, family in enumerate(families):
+        mine = {p.name: steps[p.name] for p in wanted
+                if p.family == family and p.name in steps}  # fmt: skip
+        share = seconds * len(mine) / len(steps)
+        done = functools.partial(_tell_of, tell, number, len(families))
+        timings = bench.timed(family, mine, share, done)
+        control = timings.pop(CONTROL)
+        controls[family] = {
+            "ratio": control.ratio._asdict(),
+            "base_seconds": control.base_seconds._asdict(),
+            "conclusive": is_conclusive(control.ratio),
+        }
+        for name, timing in timings.items():
+            found[name] |= {
+                "ratio": timing.ratio._asdict(),
+                "step_seconds": timing.seconds._asdict(),
+            }
+    yield {
+        "case": case,
+        "backend": backend,
+        **origin([p.distribution for p in wanted if p.installed]),
+        "controls": controls,
+        "peers": found,
+    }
+
+
+def _tell_of(
+    tell: Callable[[float], object], number: int, families: int, part: float
+) -> None:
+    # The other half was making and checking the steps.
+    tell(0.5 + 0.5 * (number + part) / families)
+
+
+class _Bench:
+    """The steps of a case."""
+
+    def __init__(self, case: str, engine: Engine, smallest: bool) -> None:
+        self._case = case_named(case)
+        self._engine = engine
+        self._smallest = smallest
+
+    def _made(self, make: Callable[[Any, bool], Step]) -> Step:
+        return make(self._case.problem(self._smallest), self._case.jit)
+
+    @functools.cached_property
+    def _reference(self) -> Reference:
+        return Reference(self._made(self._engine.unscaled["keras"]))
+
+    def unscaled(self, family: str) -> Step:
+        """A step without loss scaling that agrees with that of Keras' Adam."""
+        step = self._made(self._engine.unscaled[family])
+        complaint, _ = self._reference.check(step, scaling=False)
+        if complaint:
+            raise RuntimeError(f"the {family} step without loss scaling: {complaint}")
+        return step
+
+    def checked(self, peer: Peer) -> tuple[dict[str, Any], Step | None]:
+        """(what there is to say of a peer, its step if it can be timed)."""
+        if not peer.installed:
+            return {"missing": f"pip install {peer.distribution}"}, None
+        reference = self._reference
+        try:
+            step = self._made(self._engine.scaled[peer.name])
+            check = reference.check(step)
+        # Other people's code, of whatever version is here.
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"[:300]}, None
+        if check.complaint:
+            return {"disagrees": check.complaint}, None
+        return {"first_step_seconds": check.first_step_seconds}, step
+
+    def timed(
+        self,
+        family: str,
+        steps: dict[str, Step],
+        seconds: float,
+        tell: Callable[[float], object],
+    ) -> dict[str, Any]:
+        base, control = self.unscaled(family), self.unscaled(family)
+        others = {CONTROL: control.run, **{n: s.run for n, s in steps.items()}}
+        return time_in_pairs(base.run, others, seconds, tell=tell)

@@ -1,0 +1,142 @@
+"""Each measurement in a process of its own, whose memory and caches go with it.
+
+Keras reads KERAS_BACKEND once, when it is imported; and what frameworks keep of one
+measurement must not be there in the next.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from keras_mp.benchmarks.results import Record
+
+_ROOT = pathlib.Path(__file__).parents[2]
+# Before the frameworks are imported, which count the cores that they may use.
+_PROGRAM = """
+import json, os, sys
+job = json.loads(sys.argv[1])
+if job["pinned"] and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+from keras_mp.benchmarks import worker
+worker.main(job)
+"""
+
+
+class Job(NamedTuple):
+    """What one process measures.
+
+    Attributes:
+        suite: the name of the suite, and of its module.
+        about: what tells its records from others; "backend" is among it.
+        options: the other arguments of the suite's `measure`.
+        limit: after so many seconds it is ended.
+        ahead: whether to start it while the one before is measured, so that imports
+            take no time.
+        pinned: whether to one core, where the system knows that.
+        environment: variables of it.
+    """
+
+    suite: str
+    about: dict[str, Any]
+    options: dict[str, Any]
+    limit: float
+    ahead: bool = False
+    pinned: bool = False
+    environment: dict[str, str] = {}  # noqa: RUF012
+
+    @property
+    def title(self) -> str:
+        """What the progress bar says."""
+        return " ".join(str(x) for x in self.about.values())
+
+
+class Process:
+    """A job under way.
+
+    Args:
+        job: what it measures. It is started at once, and waits before the measurement
+            until it is let go: imports take their time, meanwhile something else can
+            be measured.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._errors = tempfile.TemporaryFile(mode="w+")
+        self._late = False
+        told = {"suite": job.suite, "about": job.about, "options": job.options}
+        path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM,
+             json.dumps({**told, "pinned": job.pinned})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                **job.environment,
+                "KERAS_BACKEND": job.about["backend"],
+                "PYTHONPATH": os.pathsep.join(path),
+            },
+        )  # fmt: skip
+
+    def records(
+        self,
+        limit: float,
+        add: Callable[[Record], object],
+        tell: Callable[[float], object],
+    ) -> str:
+        """Lets it go, and waits for its end.
+
+        Args:
+            limit: after so many seconds it is ended.
+            add: is given each record as it comes.
+            tell: is told how much is done, from 0 to 1.
+
+        Returns:
+            What went wrong, in a line; or nothing.
+        """
+        timer = threading.Timer(limit, self._end_late)
+        timer.start()
+        try:
+            assert self._process.stdin and self._process.stdout
+            try:
+                self._process.stdin.write("go\n")
+                self._process.stdin.close()
+            except OSError:
+                pass  # It has ended already, and says below why.
+            for line in self._process.stdout:
+                kind, _, rest = line.partition(" ")
+                if kind == "record":
+                    add({**self.job.about, **json.loads(rest)})
+                elif kind == "part":
+                    tell(float(rest))
+            code = self._process.wait()
+        finally:
+            timer.cancel()
+            self.end()
+        if self._late:
+            return f"took longer than {limit:.0f} s"
+        return "" if code == 0 else f"{self._last_words()} (exit status {code})"
+
+    def end(self) -> None:
+        """Ends it, if it has not ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _end_late(self) -> None:
+        self._late = True
+        self.end()
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors if line.strip()]
+        return lines[-1][:300] if lines else "ended without a word"

@@ -1,0 +1,239 @@
+"""The suite `seams`: what keras_mp costs outside of the optimizer's update.
+
+A layer's call, `import keras_mp`, a step of `fit`, tracing and compiling a step.
+"""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+import keras_mp
+from keras_mp.benchmarks import models
+from keras_mp.benchmarks.cases import BACKENDS, case_named
+from keras_mp.benchmarks.origin import origin
+from keras_mp.benchmarks.pairs import (
+    CONTROL,
+    Quartiles,
+    is_conclusive,
+    quartiles,
+    time_in_pairs,
+)
+from keras_mp.benchmarks.processes import Job
+from keras_mp.benchmarks.results import Record
+from keras_mp.benchmarks.seams_tables import CASES, plot, tables
+from keras_mp.benchmarks.steps import engine
+
+__all__ = ["IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot", "tables"]
+
+NAME = "seams"
+IDENTITY = ("case", "backend")
+NAMES = tuple(CASES)
+ON = BACKENDS
+SECONDS = 8.0
+LIMIT = 300.0
+CALLS = 200  # of a layer, in what is timed as a step: the seams come and go before it
+IMPORTS = 7
+COMPILATIONS = {"compile-10": 5, "compile-100": 3, "compile-1000": 1}
+
+
+def jobs(
+    cases: Sequence[str],
+    backends: Sequence[str],
+    peers: Sequence[str],
+    seconds: float | None,
+) -> list[Job]:
+    """One process for each case on each backend, on one pinned core."""
+    return [
+        Job(
+            NAME,
+            {"case": case, "backend": backend},
+            {"seconds": seconds or SECONDS},
+            limit=LIMIT,
+            pinned=True,
+        )
+        for backend in backends
+        for case in NAMES
+        # Only JAX can be asked to trace and to compile, and not to run.
+        if case in cases and (case not in COMPILATIONS or backend == "jax")
+    ]
+
+
+def measure(
+    case: str,
+    backend: str,
+    seconds: float = SECONDS,
+    smallest: bool = False,
+    tell: Callable[[float], object] = lambda part: None,
+) -> Iterator[Record]:
+    """Measures a case; Keras must be running on `backend`.
+
+    Args:
+        case: its name.
+        backend: of it.
+        seconds: for the timing.
+        smallest: whether to take the smallest sizes, once.
+        tell: is told how much of it is done, from 0 to 1.
+
+    Yields:
+        One record: `ratios` over Keras without keras_mp, with `control` and whether it
+        is `conclusive` where they are of pairs; or `seconds`.
+    """
+    if case == "layer-call":
+        found = _in_pairs(_layer_calls(), seconds, tell)
+    elif case == "fit":
+        found = _in_pairs(_fits(smallest), seconds, tell)
+    elif case == "import":
+        found = {"seconds": {"import keras_mp": _imports(1 if smallest else IMPORTS)}}
+    else:
+        name, number = case.replace("compile", "no-jit"), COMPILATIONS[case]
+        found = {"ratios": _compilations(name, 1 if smallest else number, smallest)}
+    yield {**origin(), **found}
+
+
+def _in_pairs(
+    runs: dict[str, Callable[[int], None]],
+    seconds: float,
+    tell: Callable[[float], object],
+) -> dict[str, Any]:
+    base = runs.pop("")
+    base(1)
+    for run in runs.values():
+        run(1)
+    timings = time_in_pairs(base, runs, seconds, tell=tell)
+    control = timings.pop(CONTROL)
+    return {
+        "ratios": {name: t.ratio._asdict() for name, t in timings.items()},
+        "control": control.ratio._asdict(),
+        "conclusive": is_conclusive(control.ratio),
+        "base_seconds": control.base_seconds._asdict(),
+    }
+
+
+# A layer's call -------------------------------------------------------------------
+
+
+def _layer_calls() -> dict[str, Callable[[int], None]]:
+    layer = keras.layers.Dense(8)
+    x = keras.ops.ones((8, 8))
+    layer(x)  # Under the seams it settles its precision here.
+
+    def calls(number: int) -> None:
+        y = x
+        for _ in range(CALLS * number):
+            y = layer(x)
+        keras.ops.convert_to_numpy(y)
+
+    def without(number: int) -> None:
+        keras_mp.integration.uninstall()
+        try:
+            calls(number)
+        finally:
+            keras_mp.integration.install()
+
+    def with_seams(number: int) -> None:
+        # As often as the others, so that what toggling costs is on both sides.
+        keras_mp.integration.uninstall()
+        keras_mp.integration.install()
+        calls(number)
+
+    return {"": without, CONTROL: without, "a layer's call": with_seams}
+
+
+# `fit` ------------------------------------------------------------------------------
+
+
+def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
+    """Epochs of `fit` round the same optimizer, with and without what we do there."""
+    monitor = keras_mp.callbacks.LossScaleMonitor()
+    return {
+        "": _fit(smallest, with_seams=False),
+        CONTROL: _fit(smallest, with_seams=False),
+        "rollback of statistics and metrics": _fit(smallest),
+        "and LossScaleMonitor": _fit(smallest, callbacks=[monitor]),
+    }
+
+
+def _fit(
+    smallest: bool, with_seams: bool = True, callbacks: Sequence[Any] = ()
+) -> Callable[[int], None]:
+    keras.utils.set_random_seed(0)
+    side, steps, batch = (8, 2, 2) if smallest else (32, 10, 16)
+    model = models.convolutions(side, 4 if smallest else 16, 2, 10)
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((steps * batch, side, side, 3), dtype="float32")
+    y = generator.integers(0, 10, steps * batch)
+    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.Adam(1e-4))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if not with_seams:
+        # What the train function is made of stays when they come back.
+        keras_mp.integration.uninstall()
+    try:
+        model.compile(optimizer, loss, metrics=["accuracy"])
+        model.fit(x, y, batch_size=batch, verbose=0)
+    finally:
+        keras_mp.integration.install()
+
+    def run(epochs: int) -> None:
+        model.fit(
+            x,
+            y,
+            batch_size=batch,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=[*callbacks],
+        )
+
+    return run
+
+
+# `import keras_mp` --------------------------------------------------------------------
+
+_IMPORT = """
+import time
+import keras
+start = time.perf_counter()
+import keras_mp
+print(time.perf_counter() - start)
+"""
+
+
+def _imports(number: int) -> dict[str, float]:
+    times = []
+    for _ in range(number + 1):
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True
+        )
+        times.append(float(done.stdout.splitlines()[-1]))
+    return quartiles(times[1:])._asdict()  # The first one may have compiled bytecode.
+
+
+# Tracing and compiling ----------------------------------------------------------------
+
+
+def _compilations(case: str, number: int, smallest: bool) -> dict[str, Any]:
+    order = random.Random(0)
+    ratios: dict[str, list[float]] = {"trace": [], "compile": []}
+    # What Python and JAX do but once is done in a small round, which does not count.
+    for tiny in (True, *[smallest] * number):
+        both = [("ours", engine("jax").scaled["keras_mp"]),
+                ("base", engine("jax").unscaled["keras"])]  # fmt: skip
+        order.shuffle(both)
+        times = {}
+        for name, make in both:
+            step: Any = make(case_named(case).problem(tiny), True)
+            start = time.perf_counter()
+            lowered = step.step.lower(*step.arguments())
+            middle = time.perf_counter()
+            lowered.compile()
+            times[name] = (middle - start, time.perf_counter() - middle)
+        for what, ours, base in zip(ratios, times["ours"], times["base"], strict=True):
+            ratios[what].append(ours / base)
+    found: dict[str, Quartiles] = {w: quartiles(r[1:]) for w, r in ratios.items()}
+    return {what: q._asdict() for what, q in found.items()}

@@ -1,0 +1,658 @@
+"""`keras-mp bench`: what it compares, how it times, what it writes; no time is tested."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+
+from keras_mp.benchmarks import (
+    command,
+    cost,
+    cost_tables,
+    processes,
+    quality,
+    quality_tables,
+    readme,
+    results,
+    same_steps,
+    seams,
+    train,
+    train_tables,
+    worker,
+)
+from keras_mp.benchmarks.cases import CASES, case_named
+from keras_mp.benchmarks.pairs import (
+    CONTROL,
+    MIN_PAIRS,
+    is_conclusive,
+    quartiles,
+    time_in_pairs,
+)
+from keras_mp.benchmarks.peaks import peak
+from keras_mp.benchmarks.peers import PEERS
+from keras_mp.benchmarks.processes import Job
+from keras_mp.benchmarks.results import Results
+from keras_mp.benchmarks.steps import engine
+from keras_mp.benchmarks.student import paired
+from keras_mp.benchmarks.train_cases import TRAIN_CASES
+
+once = pytest.mark.once
+PEERS_HERE = [p.name for p in PEERS if BACKEND in p.backends and p.installed]
+# The cases that differ in more than their sizes.
+DIFFERENT = list(
+    {(c.make, c.jit): c for c in reversed(CASES) if BACKEND in c.backends}.values()
+)
+
+
+@pytest.fixture(autouse=True)
+def other_peoples_warnings():
+    """Peers and compilers say what they like."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Clock:
+    """A clock that only moves when a step is taken."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def step(self, seconds):
+        def run(steps):
+            self.now += seconds * steps
+
+        return run
+
+
+# Cases and peers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", DIFFERENT, ids=lambda case: case.name)
+def test_every_peer_that_is_here_agrees_in_every_case(case):
+    found = next(cost.measure(case.name, BACKEND, PEERS_HERE, 0.0, smallest=True))
+    assert list(found["peers"]) == PEERS_HERE
+    for peer in found["peers"].values():
+        assert peer["ratio"]["number"] >= MIN_PAIRS
+        assert peer["first_step_seconds"] > 0
+    assert {"device", "versions", "commit"} <= set(found)
+    json.dumps(found)
+
+
+def wide(name, group):
+    return getattr(engine(BACKEND), group)[name](case_named("wide").problem(True), True)
+
+
+class Wrong:
+    """A step that goes wrong in some way."""
+
+    def __init__(self, way):
+        self.step, self.way = wide("keras_mp", "scaled"), way
+
+    def run(self, steps, poisoned=False):
+        if self.way == "takes one too many":
+            steps += 1
+        self.step.run(steps, poisoned and self.way != "does not skip")
+
+    def weights(self):
+        weights = self.step.weights()
+        return [w + 1 for w in weights] if self.way == "starts elsewhere" else weights
+
+    def moments(self):
+        moments = self.step.moments()
+        scale = 2.0**15 if self.way == "does not unscale" else 1
+        return [m * scale for m in moments]
+
+
+def test_a_step_that_goes_wrong_is_told():
+    reference = same_steps.Reference(wide("keras", "unscaled"))
+    for way, complaint in {
+        "": "",
+        "takes one too many": "after 3 steps the weights are off",
+        "does not skip": "is not skipped",
+        "starts elsewhere": "other weights",
+        "does not unscale": "the first moments are off",
+    }.items():
+        told = reference.check(Wrong(way)).complaint
+        assert complaint in told and bool(told) == bool(complaint), way
+
+
+def test_who_does_not_agree_is_not_timed(monkeypatch):
+    monkeypatch.setitem(
+        engine(BACKEND).scaled, "keras", lambda problem, jit: Wrong("does not skip")
+    )
+    found = next(cost.measure("transformer", BACKEND, ["keras"], 0.0, smallest=True))
+    assert set(found["peers"]["keras"]) == {"disagrees"}
+    assert found["controls"] == {}
+
+
+def test_a_missing_peer_is_reported(monkeypatch):
+    missing = PEERS[1]._replace(package="no_such_package", distribution="no-such")
+    monkeypatch.setattr(cost, "PEERS", (missing,))
+    found = next(cost.measure("transformer", BACKEND, ["keras"], 0.0, smallest=True))
+    assert found["peers"] == {"keras": {"missing": "pip install no-such"}}
+    text = cost_tables.tables([found])[0].text()
+    assert "missing" in text and "pip install no-such" in text
+
+
+# Timing -----------------------------------------------------------------------------
+
+
+@once
+def test_the_ratio_is_that_of_the_times_and_the_order_is_random():
+    clock, order = Clock(), []
+
+    def step(name, seconds):
+        def run(steps):
+            order.append((name, steps))
+            clock.now += seconds * steps
+
+        return run
+
+    others = {CONTROL: step("control", 0.01), "slow": step("slow", 0.02)}
+    timings = time_in_pairs(step("base", 0.01), others, 5.0, clock=clock)
+    assert timings["slow"].ratio.median == pytest.approx(2)
+    assert timings["slow"].seconds.median == pytest.approx(0.02)
+    assert is_conclusive(timings[CONTROL].ratio)
+    stretches = order[3:]  # The first three say how long a step takes.
+    assert {steps for _, steps in stretches} == {3}
+    pairs = [{a[0], b[0]} for a, b in zip(stretches[::2], stretches[1::2], strict=True)]
+    assert all("base" in pair and len(pair) == 2 for pair in pairs)
+    firsts = {name for name, _ in stretches[::2]}
+    assert firsts == {"base", "control", "slow"}
+
+
+@once
+@pytest.mark.parametrize(
+    ("control", "conclusive"),
+    [(1.0, True), (1.029, True), (1.031, False), (0.96, False)],
+)
+def test_a_control_that_is_off_makes_a_case_inconclusive(control, conclusive):
+    clock = Clock()
+    timings = time_in_pairs(
+        clock.step(0.1), {CONTROL: clock.step(0.1 * control)}, 3.0, clock=clock
+    )
+    assert is_conclusive(timings[CONTROL].ratio) is conclusive
+    text = cost_tables.tables([a_cost(control=control)])[0].text()
+    assert ("1.20?" in text) is not conclusive
+    assert ("inconclusive" in text) is not conclusive
+
+
+@once
+def test_what_is_slow_is_timed_a_few_times_all_the_same():
+    clock = Clock()
+    timings = time_in_pairs(
+        clock.step(0.1), {"slow": clock.step(100)}, 1.0, clock=clock
+    )
+    assert timings["slow"].ratio.number == MIN_PAIRS
+
+
+@once
+def test_quartiles():
+    assert quartiles([4, 1, 2, 3, 5]) == (3, 2, 4, 5)
+    assert quartiles([7.0]) == (7, 7, 7, 1)
+
+
+# Results ------------------------------------------------------------------------------
+
+
+def a_cost(case="wide", backend="jax", control=1.0, **peers):
+    ratio = {"median": 1.2, "lower": 1.19, "upper": 1.21, "number": 9}
+    return {
+        "case": case,
+        "backend": backend,
+        "device": "a processor",
+        "versions": {"keras": "3"},
+        "commit": "abc",
+        "day": "2030-01-01",
+        "controls": {
+            "keras": {
+                "ratio": ratio | {"median": control},
+                "base_seconds": ratio,
+                "conclusive": abs(control - 1) <= 0.03,
+            }
+        },
+        "peers": {
+            "keras_mp": {
+                "ratio": ratio,
+                "step_seconds": ratio,
+                "first_step_seconds": 1.0,
+            },
+            **peers,
+        },
+    }
+
+
+@once
+def test_records_are_renewed_and_the_others_stay(tmp_path):
+    path = tmp_path / "cost.json"
+    kept = Results(path, "cost", ("case", "backend"))
+    kept.add({"case": "a", "backend": "jax", "n": 1})
+    kept.add({"case": "b", "backend": "jax", "n": 2})
+    again = Results(path, "cost", ("case", "backend"))
+    again.add({"case": "a", "backend": "jax", "n": 3})
+    assert [r["n"] for r in results.read(path, "cost")] == [3, 2]
+
+
+@once
+def test_a_file_that_is_cut_off_while_it_is_written_stays_whole(tmp_path, monkeypatch):
+    path = tmp_path / "cost.json"
+    kept = Results(path, "cost", ("case",))
+    kept.add({"case": "a"})
+
+    def cut_off(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results.os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        kept.add({"case": "b"})
+    assert results.read(path, "cost") == [{"case": "a"}]
+
+
+@once
+@pytest.mark.parametrize("text", ["", "[]", '{"suite": "train", "records": []}'])
+def test_another_file_is_not_overwritten(tmp_path, text):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="`out` must be a new file, or one of the"):
+        Results(path, "cost", ("case",))
+
+
+class Stub:
+    """A suite of three cases; the second fails after its first record."""
+
+    NAME, NAMES, ON, IDENTITY = "stub", ("a", "b", "c"), ("jax",), ("case", "backend")
+
+    @staticmethod
+    def jobs(cases, backends, peers, seconds):
+        return [
+            Job("stub", {"case": case, "backend": backend}, {}, limit=60.0)
+            for backend in backends
+            for case in cases
+        ]
+
+    @staticmethod
+    def tables(records, whole=False):
+        return []
+
+
+@pytest.fixture
+def stub(monkeypatch, tmp_path):
+    """Runs `bench` on it, with a worker of a few lines."""
+    program = """
+import json, sys
+job = json.loads(sys.argv[1])
+case = job["about"]["case"]
+sys.stdin.readline()
+print("part 0.5", flush=True)
+print("record " + json.dumps({"n": 1}), flush=True)
+if case == "b":
+    raise SystemExit("no more memory")
+"""
+    monkeypatch.setattr(processes, "_PROGRAM", program)
+    monkeypatch.setattr(command, "suite_named", lambda name: Stub)
+    monkeypatch.setattr(Stub, "ON", (BACKEND,))
+
+    def run(**options):
+        command.bench("stub", out=str(tmp_path / "stub.json"), verbose=0, **options)
+        return results.read(tmp_path / "stub.json", "stub")
+
+    return run
+
+
+@once
+def test_what_was_measured_before_a_failure_stays_beside_it(stub):
+    records = stub()
+    assert [r["case"] for r in records] == ["a", "b", "c"]
+    assert all(r["n"] == 1 for r in records)
+    assert "no more memory" in records[1]["failure"]
+    assert "failure" not in records[0]
+
+
+@once
+def test_resume_leaves_out_what_is_there_and_has_not_failed(stub, monkeypatch):
+    stub(cases=["a", "b"])
+    begun = []
+    real = command.Process
+    monkeypatch.setattr(
+        command, "Process", lambda job: begun.append(job.about["case"]) or real(job)
+    )
+    stub(resume=True)
+    assert begun == ["b", "c"]
+
+
+@once
+def test_what_is_left_when_the_time_is_over_is_not_measured(stub, monkeypatch):
+    monkeypatch.setattr(Stub, "BUDGET", 1.0, raising=False)
+    assert stub() == []
+
+
+@once
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(processes, "_PROGRAM", "import time; time.sleep(100)")
+    process = processes.Process(Job("x", {"backend": "jax"}, {}, limit=1.0))
+    failure = process.records(0.2, lambda record: None, lambda part: None)
+    assert failure == "took longer than 0 s"
+
+
+@once
+def test_a_worker_tells_records_in_json_whatever_else_is_printed(capsys, monkeypatch):
+    class Suite:
+        @staticmethod
+        def measure(case, backend, tell):
+            print("a framework says hello")
+            tell(0.5)
+            yield {"x": float("nan"), "y": 1 / 3}
+
+    monkeypatch.setattr(worker.importlib, "import_module", lambda name: Suite)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr("sys.stdin.readline", lambda: "go\n", raising=False)
+    job = {"suite": "s", "about": {"case": "a", "backend": "b"}, "options": {}}
+    worker.main(job)
+    out = capsys.readouterr().out
+    assert out == 'part 0.5\nrecord {"x": null, "y": 0.333333}\n'
+
+
+# Tables, and README -------------------------------------------------------------------
+
+
+@once
+@pytest.mark.parametrize("path", readme.READMES, ids=lambda p: p.parent.name)
+def test_readme_has_what_the_json_renders_to(path):
+    text = path.read_text(encoding="utf-8")
+    assert readme.rendered(text) == text, (
+        "python -m keras_mp.benchmarks.readme renders it again"
+    )
+
+
+@once
+@pytest.mark.parametrize("suite", command.SUITES)
+def test_a_suite_that_was_not_measured_says_so(suite, tmp_path):
+    text = f"before\n<!-- measured: {suite} -->\n<!-- end of {suite} -->\nafter"
+    rendered = readme.rendered(text, tmp_path)
+    assert "not measured" in rendered
+    assert rendered.startswith("before\n") and rendered.endswith("\nafter")
+    assert readme.rendered(rendered, tmp_path) == rendered
+
+
+@once
+def test_numbers_go_from_the_json_into_readme(tmp_path):
+    path = tmp_path / "cost.json"
+    Results(path, "cost", cost.IDENTITY).add(
+        a_cost(flax={"missing": "pip install flax"})
+    )
+    text = "<!-- measured: cost -->\n<!-- end of cost -->"
+    rendered = readme.rendered(text, tmp_path)
+    assert "| 8 wide dense layers, 3 M weights | 1.20 | missing |" in rendered
+    assert "| wide | jax | keras_mp | 1.200 | 1.190 to 1.210 | 9 |" in rendered
+    assert "Measured on a processor, 2030-01-01, commit abc; keras 3." in rendered
+    assert "| 200 small variables | not measured |" in rendered
+
+
+@once
+def test_tables_fit_a_terminal():
+    records = [a_cost(case.name, b) for case in CASES for b in case.backends]
+    for record in records:
+        measured = record["peers"]["keras_mp"]
+        record["peers"] = {p.name: measured for p in PEERS}
+        record["controls"] |= dict.fromkeys(
+            ("optax", "torch"), record["controls"]["keras"]
+        )
+    speed = {
+        "device": "NVIDIA H100 80GB HBM3",
+        "batch": 4096,
+        "examples_per_second": {"median": 12345.6},
+        "peak_bytes": 12_300_000_000,
+        "share_of_peak": 0.45,
+    }
+    trained = [
+        {"on": "gpu", "case": c.name, "backend": "jax", "precision": p, **told}
+        for c in TRAIN_CASES
+        for p in train_tables.PRECISIONS
+        for told in (
+            {"what": "speed", **speed},
+            {"what": "fits", "largest_batch": 16384},
+        )
+    ]
+    for tables in (cost_tables.tables(records), train_tables.tables(trained)):
+        for table in tables:
+            text = table.text()
+            assert max(len(line) for line in text.splitlines()) <= 80
+            assert "…" not in text
+    text = train_tables.tables(trained)[0].text()
+    for told in ("12346", "1.00", "12.3 GB", "45%", "16384"):
+        assert told in text
+
+
+# The other suites ---------------------------------------------------------------------
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="train is for JAX and torch")
+def test_a_training_configuration_is_measured(monkeypatch):
+    monkeypatch.setattr(train, "STRETCH", 1e-9)
+    monkeypatch.setattr(train, "STRETCHES", 2)
+    found = next(train.measure("cpu", "mlp", BACKEND, "mixed_float16", "speed", 2))
+    assert found["batch"] == 2 and found["skipped_steps"] is not None
+    assert found["examples_per_second"]["median"] > 0
+    assert found["operations_per_second"] > 0
+    assert found["share_of_peak"] is None  # Of a processor nobody knows.
+    assert (found["peak_bytes"] is None) == (BACKEND == "torch")
+
+
+@once
+def test_too_large_a_batch_is_halved_until_it_fits(monkeypatch):
+    tried = []
+
+    def speed_at(setting, batch, tell):
+        tried.append(batch)
+        if batch > 16:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to")
+        return {"batch": batch}
+
+    monkeypatch.setattr(train, "_speed_at", speed_at)
+    record = next(train.measure("cpu", "mlp", "jax", "float32", "speed", 64))
+    assert record == {"batch": 16} and tried == [64, 32, 16]
+
+
+@once
+@pytest.mark.parametrize("capacity", [9, 100, 1000])
+def test_the_largest_batch_that_fits_is_searched_for(monkeypatch, capacity):
+    class Trainer:
+        resident_bytes = 1000
+
+        def __init__(self, batch):
+            self.batch = batch
+
+        def run(self, steps):
+            if self.batch > capacity:
+                raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "measure_memory", lambda: lambda: 1000 + 10 * 16)
+    monkeypatch.setattr(train, "device_memory", lambda backend: 1000 + 10 * capacity)
+    monkeypatch.setattr(
+        train._Setting, "trainer", lambda self, batch: (Trainer(batch), 1.0)
+    )
+    found = list(train.measure("cpu", "mlp", "jax", "float32", "fits", 16))
+    assert 0.5 * capacity <= found[-1]["largest_batch"] <= capacity
+    assert len(found) <= train.TRIES
+
+
+@once
+def test_a_machine_whose_framework_sees_no_gpu_is_told():
+    with pytest.raises(RuntimeError, match="jax sees no GPU: install its build with"):
+        next(train.measure("gpu", "mlp", "jax", "float32", "speed"))
+
+
+@once
+def test_peaks_are_those_of_the_device():
+    assert peak("NVIDIA H100 80GB HBM3", "mixed_float16") == 989.4e12
+    assert peak("NVIDIA H100 PCIe", "mixed_float16") == 756e12
+    assert peak("NVIDIA A100-SXM4-40GB", "tf32") == 156e12
+    assert peak("NVIDIA A10G", "float32") is None
+    assert peak("Tesla V100-SXM2-16GB", "mixed_bfloat16") is None
+    assert peak("a processor", "float32") is None
+
+
+@once
+def test_operations_of_the_forward_pass_are_those_of_the_literature():
+    cases = {case.name: case for case in TRAIN_CASES}
+    _, operations = cases["vit"].make(
+        side=32, patch=8, width=8, depth=1, heads=2, classes=4
+    )
+    first, tokens = 2 * 16 * 3 * 64 * 8, 17
+    block = 24 * tokens * 64 + 4 * tokens**2 * 8
+    assert operations == first + block + 2 * 8 * 4
+    model, operations = cases["resnet50"].make(side=8, filters=2, classes=3)
+    # A stem at 8 x 8; stages at 4, 2 and 1, each with a shortcut; the head.
+    stages = [(2, 2, 4), (2, 4, 2), (4, 8, 1)]
+    convolutions = 9 * 3 * 2 * 64 + sum(
+        (9 * a * b + 9 * b * b + a * b) * s * s for a, b, s in stages
+    )
+    assert operations == 2 * (convolutions + 8 * 3)
+
+
+@pytest.mark.parametrize("way", ["mixed_float16", quality_tables.UNSCALED])
+def test_a_quality_training_runs(way):
+    *_, found = quality.measure("regression", BACKEND, way, seeds=2, smallest=True)
+    assert len(found["values"]) == 2 and np.isfinite(found["values"]).all()
+    counted = way == "mixed_float16"
+    assert all((s is not None) == counted for s in found["skipped_steps"])
+
+
+def test_stock_keras_is_keras_without_us():
+    *_, found = quality.measure(
+        "regression", BACKEND, quality_tables.STOCK, seeds=1, smallest=True
+    )
+    assert found["skipped_steps"] == [None]
+    assert hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
+
+
+@once
+def test_a_seed_gives_every_policy_the_same_weights():
+    task = next(t for t in quality.TASKS if t.name == "regression")
+    data = task.data()
+    float32, half = (
+        quality._Training(task, way, data, 1) for way in ("float32", "mixed_float16")
+    )
+    for a, b in zip(
+        float32._built(3).get_weights(), half._built(3).get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+@once
+def test_the_interval_is_students():
+    interval = paired([1.0, 2.0, 3.0, 4.0, 5.0], [1.1, 2.3, 3.2, 4.2, 5.2])
+    assert interval.mean == pytest.approx(0.2)
+    assert interval.half_width == pytest.approx(2.776 * 0.0707107 / 5**0.5, rel=1e-4)
+    assert interval.holds(0.2) and not interval.holds(0)
+    assert paired([1.0, 2.0], [1.0, None]) is None
+    assert paired([1.0], [2.0]) is None
+
+
+@once
+def test_the_language_is_that_of_the_standard_library():
+    task = next(t for t in quality.TASKS if t.name == "language")
+    data = task.data()
+    np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
+    assert data.x.max() < 98 and len(np.unique(data.x)) > 80
+
+
+@pytest.mark.parametrize("case", ["layer-call", "fit"])
+def test_a_seam_is_measured_and_put_back(case):
+    found = next(seams.measure(case, BACKEND, 0.0, smallest=True))
+    assert all(ratio["number"] >= MIN_PAIRS for ratio in found["ratios"].values())
+    assert hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
+
+
+@once
+def test_tracing_and_compiling_is_measured():
+    found = next(seams.measure("compile-10", "jax", smallest=True))
+    assert set(found["ratios"]) == {"trace", "compile"}
+
+
+# What is asked for --------------------------------------------------------------------
+
+
+@once
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"suite": "speed"}, "`suite` must be one of cost, seams, train, quality"),
+        ({"cases": ["wide", "narrow"]}, "`case` must be one of wide, variables-200"),
+        ({"backends": ["numpy"]}, "`backend` must be one of jax, tensorflow, torch"),
+        ({"peers": ["apex"]}, "`peer` must be one of keras_mp, keras, optax"),
+        ({"peers": []}, "`peer` must name at least one"),
+        ({"suite": "train", "backends": ["tensorflow"]}, "must be one of jax, torch"),
+        (
+            {"cases": ["cnn"], "backends": ["torch"]},
+            "`case` must be measured on `backend`",
+        ),
+    ],
+)
+def test_what_there_is_not_is_told_with_what_there_is(options, told, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        command.bench(out=str(tmp_path / "out.json"), verbose=0, **options)
+
+
+@once
+def test_the_command_measures_a_case_and_writes_it(tmp_path):
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_mp_cli", "bench", "--suite", "seams",
+         "--case", "layer-call", "--backend", "jax", "--seconds", "1",
+         "--out", str(out)],
+        capture_output=True,
+        text=True,
+        cwd=readme.ROOT,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "a layer's call outside jit" in done.stdout
+    [record] = results.read(out, "seams")
+    assert record["case"] == "layer-call" and record["ratios"]
+    wrong = subprocess.run(
+        [sys.executable, "-m", "keras_mp_cli", "bench", "--case", "narrow"],
+        capture_output=True,
+        text=True,
+        cwd=readme.ROOT,
+        timeout=240,
+    )
+    assert wrong.returncode == 2
+    assert "error: `case` must be one of wide" in wrong.stderr.splitlines()[-1]
+
+
+@once
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
+)
+def test_pictures_are_drawn():
+    figure = cost_tables.plot([a_cost(), a_cost("cnn", control=1.1)])
+    labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
+    assert labels == ["wide, jax", "cnn, jax"]
+    records = [
+        {
+            "on": "gpu",
+            "case": "mlp",
+            "backend": "jax",
+            "precision": precision,
+            "what": "speed",
+            "examples_per_second": {"median": rate},
+            "peak_bytes": None,
+        }
+        for precision, rate in (("float32", 10), ("mixed_float16", 30))
+    ]
+    left, right = train_tables.plot(records).axes
+    assert left.patches[0].get_width() == 3
+    assert "not measured" in right.get_title()
+    assert cost_tables.plot([]) is None and train_tables.plot([]) is None
