@@ -68,6 +68,7 @@ bench-train: $(BENCH)
 bench-quality: $(BENCH)
 	$(BIN)/keras-mp bench --suite quality --out benchmarks/quality.json
 	$(BIN)/python -m keras_mp.benchmarks.readme
+
 sweep: sweep-layers sweep-models
 
 # An hour or two: every layer is compiled a dozen times on each backend.

@@ -1,4 +1,4 @@
-"""`keras-mp bench`: what it compares, how it times, what it writes; no time is tested."""
+"""`keras-mp bench`: what it compares, how it times, what it writes. No timed test."""
 
 import importlib.util
 import json
