@@ -95,7 +95,7 @@ def time_in_pairs(
             times = {which: timed(run, steps) for which, run in both}
             pairs[name].append((times[0], times[1]))
             spent[name] += clock() - start
-            tell(min(1.0, sum(spent.values()) / seconds))
+            tell(min(1.0, sum(spent.values()) / seconds) if seconds else 1.0)
         waiting = [
             name
             for name in waiting

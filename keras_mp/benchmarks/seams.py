@@ -163,8 +163,9 @@ def _fit(
     smallest: bool, with_seams: bool = True, callbacks: Sequence[Any] = ()
 ) -> Callable[[int], None]:
     keras.utils.set_random_seed(0)
-    side, steps, batch = (8, 2, 2) if smallest else (32, 10, 16)
-    model = models.convolutions(side, 4 if smallest else 16, 2, 10)
+    side, steps, batch = (4, 2, 2) if smallest else (32, 10, 16)
+    filters, stages = (2, 1) if smallest else (16, 2)
+    model = models.convolutions(side, filters, stages, classes=10)
     generator = np.random.default_rng(0)
     x = generator.standard_normal((steps * batch, side, side, 3), dtype="float32")
     y = generator.integers(0, 10, steps * batch)
