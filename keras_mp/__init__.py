@@ -1,17 +1,21 @@
 """Mixed precision for Keras 3: switched on in one line, right on every backend."""
 
+from typing import TYPE_CHECKING, Any
+
 from keras_mp import callbacks, integration
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
-from keras_mp.diagnostics.diagnosis import diagnose
-from keras_mp.diagnostics.float32_layers import find_float32_layers
-from keras_mp.diagnostics.inspection import inspect
-from keras_mp.diagnostics.trainings import compare
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.hardware import recommended_policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.policies import MixedBFloat16, MixedFloat16, Policy
 from keras_mp.rules import keep_float32
+
+if TYPE_CHECKING:
+    from keras_mp.diagnostics.diagnosis import diagnose
+    from keras_mp.diagnostics.float32_layers import find_float32_layers
+    from keras_mp.diagnostics.inspection import inspect
+    from keras_mp.diagnostics.trainings import compare
 
 __version__ = "0.1.0"
 
@@ -33,5 +37,28 @@ __all__ = [
     "recommended_policy",
     "set_global_policy",
 ]
+
+# Half of all modules: imported when they are asked for, a training rarely does.
+_DIAGNOSTICS = {
+    "compare": "trainings",
+    "diagnose": "diagnosis",
+    "find_float32_layers": "float32_layers",
+    "inspect": "inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DIAGNOSTICS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(f"keras_mp.diagnostics.{_DIAGNOSTICS[name]}")
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 integration.install()

@@ -111,10 +111,13 @@ def _wrap_own_get_config(layer_class: type) -> None:
 
 def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # After a layer's first call this costs three look-ups, until the user sets
-        # another policy.
-        settled = vars(self).get("_keras_mp_settled")
-        first = settled is None or not self.built or settled is not self.dtype_policy
+        # After a layer's first call this costs four look-ups and no call, until the
+        # user sets another policy.
+        own = self.__dict__
+        settled = own.get("_keras_mp_settled")
+        first = settled is None or settled is not own["_dtype_policy"] or not self.built
+        if not first and "_keras_mp_as_they_come" not in own:
+            return original(self, *args, **kwargs)
         if first:
             note_call(self, args, kwargs)
             settle(self)

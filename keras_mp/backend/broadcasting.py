@@ -21,13 +21,17 @@ def summed_in_float32(operation: Callable) -> Callable:
     changes nothing; the gradient of that is a sum in float32. Compiled it is free.
     Elsewhere than on JAX and TensorFlow it is the function itself.
     """
-    stalls = _STALLS.get(keras.backend.backend())
-    if stalls is None:
+    make = _STALLS.get(keras.backend.backend())
+    if make is None:
         return operation
+    stalls = make()
 
     def operate(x1: Any, x2: Any) -> Any:
         # A variable has the dtype of its autocast scope.
-        x1, x2 = (x.value if isinstance(x, keras.Variable) else x for x in (x1, x2))
+        if isinstance(x1, keras.Variable):
+            x1 = x1.value
+        if isinstance(x2, keras.Variable):
+            x2 = x2.value
         if stalls(x1, x2):
             x1, x2 = _wide(x1, x2), _wide(x2, x1)
         return operation(x1, x2)
@@ -35,36 +39,40 @@ def summed_in_float32(operation: Callable) -> Callable:
     return operate
 
 
-def _stalls_on_jax(x1: Any, x2: Any) -> bool:
-    import jax
+def _on_jax() -> Callable[[Any, Any], bool]:
+    from jax import Array
+    from jax.core import Tracer
 
-    return (
-        isinstance(x1, jax.Array)
-        and isinstance(x2, jax.Array)
-        # Outside of a trace nothing is differentiated.
-        and (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
-        and x1.dtype == x2.dtype
-        and x1.dtype.name in HALF
-    )
+    def stalls(x1: Any, x2: Any) -> bool:
+        return (
+            # Outside of a trace nothing is differentiated.
+            (isinstance(x1, Tracer) or isinstance(x2, Tracer))
+            and isinstance(x1, Array)
+            and isinstance(x2, Array)
+            and x1.dtype == x2.dtype
+            and x1.dtype.name in HALF
+        )
+
+    return stalls
 
 
-def _stalls_on_tensorflow(x1: Any, x2: Any) -> bool:
+def _on_tensorflow() -> Callable[[Any, Any], bool]:
     import tensorflow as tf
 
-    return (
-        isinstance(x1, tf.Tensor)
-        and isinstance(x2, tf.Tensor)
-        and x1.dtype == x2.dtype
-        and x1.dtype.name in HALF
-        and None not in (x1.shape.rank, x2.shape.rank)
-        and not tf.config.list_physical_devices("GPU")
-    )
+    def stalls(x1: Any, x2: Any) -> bool:
+        return (
+            isinstance(x1, tf.Tensor)
+            and isinstance(x2, tf.Tensor)
+            and x1.dtype == x2.dtype
+            and x1.dtype.name in HALF
+            and None not in (x1.shape.rank, x2.shape.rank)
+            and not tf.config.list_physical_devices("GPU")
+        )
+
+    return stalls
 
 
-_STALLS: dict[str, Callable] = {
-    "jax": _stalls_on_jax,
-    "tensorflow": _stalls_on_tensorflow,
-}
+_STALLS = {"jax": _on_jax, "tensorflow": _on_tensorflow}
 
 
 def _wide(x: Any, other: Any) -> Any:
