@@ -22,8 +22,11 @@ CHECK := $(VENV)/with-dev
 TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
 SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
+# An environment of its own: with CUDA's plugin in it, JAX looks for a GPU everywhere.
+GPU_VENV := .venv-gpu
+GPU_GATES := $(GPU_VENV)/with-cuda12
 
-.PHONY: help demo test check sweep-layers sweep-models clean $(TESTS)
+.PHONY: help demo test check gpu-gates sweep-layers sweep-models clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -33,6 +36,7 @@ help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make check   format, lint, check types"
+	@echo "make gpu-gates   what a compiled step costs on an H100, without one"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
 	@echo "make clean   remove what the other commands made"
@@ -44,6 +48,12 @@ test: $(TESTS)
 
 $(TESTS): test-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The programs are compiled for an H100 and read, not run: no GPU is needed.
+gpu-gates: $(GPU_GATES)
+	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python -m pytest \
+	  --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning" test_compiled_step.py
 
 # An hour or two: every layer is compiled a dozen times on each backend.
 sweep-layers: $(TEST)
@@ -60,7 +70,7 @@ check: $(CHECK)
 	$(BIN)/mypy keras_mp keras_mp_cli.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 
@@ -74,3 +84,17 @@ $(VENV)/pyvenv.cfg:
 	    "$$($(PYTHON) --version 2>&1). Name one that is: make PYTHON=python3.12" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+# The plugin of JAX's own version, without the libraries of CUDA: two wheels of 180 MB in
+# place of gigabytes.
+$(GPU_GATES): pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet pytest --editable ".[jax]"
+	@version=$$($(GPU_VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps \
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version || { \
+	  echo "make gpu-gates needs the wheels jax-cuda12-plugin and jax-cuda12-pjrt" \
+	    "$$version, which cannot be installed here: they exist for Linux on x86-64 and" \
+	    "ARM, for the Pythons of that release of JAX." >&2; \
+	  exit 1; }
+	@touch "$@"
