@@ -56,7 +56,7 @@ def test_the_gate_sees_the_conditionals_of_keras_gradient_accumulation():
 
 # Not so on CPUs, and on an H100 it is: XLA has 17 matrices alive where it had 14, of
 # several variables whose updates it interleaves once the decision is made.
-INTERLEAVED = {"Muon": 0.75, "accumulation": 0.75}
+INTERLEAVED = {"Muon": 0.76, "accumulation": 0.76}
 
 
 def test_temporary_memory_is_at_most_half_the_gradients_more(optimizer, request):
