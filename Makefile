@@ -26,8 +26,12 @@ SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
 BENCH := $(VENV)/with-bench,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
 
-.PHONY: help demo test check bench bench-train bench-quality sweep sweep-layers \
-  sweep-models clean $(TESTS)
+# An environment of its own: with CUDA's plugin in it, JAX looks for a GPU everywhere.
+GPU_VENV := .venv-gpu
+GPU_GATES := $(GPU_VENV)/with-cuda12
+
+.PHONY: help demo test test-notebooks check bench bench-train bench-quality gpu-gates \
+  sweep sweep-layers sweep-models clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -36,11 +40,13 @@ BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
 help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
+	@echo "make test-notebooks   run every notebook on every backend"
 	@echo "make check   format, lint, check types"
 	@echo "make bench   measure what loss scaling costs, beside other packages"
 	@echo "make bench-train    measure whole training steps under each policy"
 	@echo "make bench-quality  train to the end under each policy"
 	@echo "make sweep   measure what the tests are too short for, both of these:"
+	@echo "make gpu-gates   what a compiled step costs on an H100, without one"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
 	@echo "make clean   remove what the other commands made"
@@ -52,6 +58,13 @@ test: $(TESTS)
 
 $(TESTS): test-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every notebook on every backend: `make test` runs most of them on one.
+test-notebooks: $(TEST)
+	for backend in $(BACKENDS); do \
+	  KERAS_BACKEND=$$backend EVERY_NOTEBOOK=1 \
+	    $(BIN)/python -m pytest tests/test_notebooks.py || exit 1; \
+	done
 
 # Under ten minutes on a quiet machine. benchmarks/ is what comes of these three.
 bench: $(BENCH)
@@ -70,6 +83,11 @@ bench-quality: $(BENCH)
 	$(BIN)/python -m keras_mp.benchmarks.readme
 
 sweep: sweep-layers sweep-models
+# The programs are compiled for an H100 and read, not run: no GPU is needed.
+gpu-gates: $(GPU_GATES)
+	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python -m pytest \
+	  --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning" test_compiled_step.py
 
 # An hour or two: every layer is compiled a dozen times on each backend.
 sweep-layers: $(TEST)
@@ -86,7 +104,7 @@ check: $(CHECK)
 	$(BIN)/mypy keras_mp keras_mp_cli.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 
@@ -100,3 +118,17 @@ $(VENV)/pyvenv.cfg:
 	    "$$($(PYTHON) --version 2>&1). Name one that is: make PYTHON=python3.12" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+# The plugin of JAX's own version, without the libraries of CUDA: two wheels of 180 MB in
+# place of gigabytes.
+$(GPU_GATES): pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet pytest --editable ".[jax]"
+	@version=$$($(GPU_VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps \
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version || { \
+	  echo "make gpu-gates needs the wheels jax-cuda12-plugin and jax-cuda12-pjrt" \
+	    "$$version, which cannot be installed here: they exist for Linux on x86-64 and" \
+	    "ARM, for the Pythons of that release of JAX." >&2; \
+	  exit 1; }
+	@touch "$@"

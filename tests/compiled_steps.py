@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import re
+import time
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,8 @@ class Program(NamedTuple):
         variables: how many are trained.
         equations: what JAX traced.
         instructions: what it gave to XLA.
+        trace_seconds: of the processor, to trace it; a benchmark may ask, no test does.
+        compile_seconds: of the processor, all its cores together, to lower and compile.
     """
 
     text: str
@@ -55,6 +58,8 @@ class Program(NamedTuple):
     variables: int
     equations: int
     instructions: int
+    trace_seconds: float
+    compile_seconds: float
 
     def count(self, operation: str) -> int:
         return len(re.findall(rf" {operation}\(", self.text))
@@ -172,9 +177,12 @@ def compiled(function, args, weights):
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding()), args
     )
+    started = time.process_time()
     traced = function.trace(*args)
+    between = time.process_time()
     lowered = traced.lower()
     program = lowered.compile()
+    compiled_at = time.process_time()
     text, cost = program.as_text(), program.cost_analysis()
     return Program(
         text=text,
@@ -184,6 +192,8 @@ def compiled(function, args, weights):
         variables=len(weights),
         equations=equations(traced.jaxpr.jaxpr, set()),
         instructions=lowered.as_text().count(" = "),
+        trace_seconds=between - started,
+        compile_seconds=compiled_at - between,
     )
 
 

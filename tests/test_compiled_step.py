@@ -34,6 +34,12 @@ def optimizer(request):
     return request.param
 
 
+def test_programs_are_for_the_device_that_was_asked_for():
+    # One kind of fusion is for CPUs alone, another for GPUs.
+    step = train_step("wide", "Adam", True)
+    assert ("ynn_fusion" in step.text, "__triton" in step.text) == (not ON_GPU, ON_GPU)
+
+
 def test_no_conditional_is_left_in_the_step(optimizer):
     # Keras' own gradient accumulation has some, in the step without loss scaling.
     assert train_step("wide", optimizer, True).count("conditional") == 0
@@ -50,7 +56,7 @@ def test_the_gate_sees_the_conditionals_of_keras_gradient_accumulation():
 
 # Not so on CPUs, and on an H100 it is: XLA has 17 matrices alive where it had 14, of
 # several variables whose updates it interleaves once the decision is made.
-INTERLEAVED = {"Muon": 0.75, "accumulation": 0.75}
+INTERLEAVED = {"Muon": 0.76, "accumulation": 0.76}
 
 
 def test_temporary_memory_is_at_most_half_the_gradients_more(optimizer, request):
@@ -84,17 +90,16 @@ def test_small_variables_share_the_kernels_of_the_check(name):
     assert scaled.count("fusion") <= 1.1 * plain.count("fusion")
 
 
-# Stand for the time to trace and to compile, which no test measures: a step of n small
-# variables with Adam against the same without loss scaling.
+# Stand for the time to trace and to compile, which no test measures. What does not
+# grow with the number of variables: state of the scale, counts, statistics, logs.
+EQUATIONS_OF_A_STEP, INSTRUCTIONS_OF_A_STEP = 250, 500
+
+
 @pytest.mark.parametrize("number", [10, 100, 1000])
-def test_what_is_traced_and_compiled_grows_as_the_step_without_loss_scaling(number):
-    few, many = (both(f"{n} variables", "Adam") for n in (10, number))
-    plain, scaled = (b.equations - a.equations for a, b in zip(few, many, strict=True))
-    assert scaled <= 1.25 * plain
-    plain, scaled = (
-        b.instructions - a.instructions for a, b in zip(few, many, strict=True)
-    )
-    assert scaled <= 1.25 * plain
+def test_a_quarter_more_is_traced_and_given_to_the_compiler(number):
+    plain, scaled = both(f"{number} variables", "Adam")
+    assert scaled.equations <= 1.25 * plain.equations + EQUATIONS_OF_A_STEP
+    assert scaled.instructions <= 1.25 * plain.instructions + INSTRUCTIONS_OF_A_STEP
 
 
 @pytest.mark.parametrize("model", ["wide", "normalized"])
