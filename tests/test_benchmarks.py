@@ -85,7 +85,9 @@ class Clock:
 @pytest.mark.parametrize("case", DIFFERENT, ids=lambda case: case.name)
 def test_every_peer_that_is_here_agrees_in_every_case(case):
     found = next(cost.measure(case.name, BACKEND, PEERS_HERE, 0.0, smallest=True))
-    assert list(found["peers"]) == PEERS_HERE
+    families = {p.name: p.family for p in PEERS}
+    asked = [p for p in PEERS_HERE if case.jit or families[p] == "keras"]
+    assert list(found["peers"]) == asked
     for peer in found["peers"].values():
         assert peer["ratio"]["number"] >= MIN_PAIRS
         assert peer["first_step_seconds"] > 0

@@ -66,7 +66,8 @@ def _cells(task: Task, record: Record | None, base: Record) -> tuple[str, str, s
     values = record["values"]
     finite = [v for v in values if v is not None and math.isfinite(v)]
     lost = len(values) - len(finite)
-    ends = _number(task, statistics.fmean(finite)) if finite else ""
+    mean = statistics.fmean(finite) if finite else 0.0
+    ends = _number(task, mean, mean) if finite else ""
     if lost:
         ends = f"{ends}{'; ' if ends else ''}{lost} of {len(values)} not finite"
     skipped = [s for s in record["skipped_steps"] if s is not None]
@@ -76,14 +77,15 @@ def _cells(task: Task, record: Record | None, base: Record) -> tuple[str, str, s
     interval = paired(base["values"], values)
     if interval is None:
         return ends, "", told
-    mean, half = (_number(task, x) for x in interval)
-    return ends, f"{'' if interval.mean < 0 else '+'}{mean} ± {half}", told
+    off, half = (_number(task, x, mean) for x in interval)
+    return ends, f"{'' if interval.mean < 0 else '+'}{off} ± {half}", told
 
 
-def _number(task: Task, value: float) -> str:
+def _number(task: Task, value: float, like: float) -> str:
+    """With as many digits as one of the size of `like` has."""
     if task.metric[0] == "accuracy":
         return f"{100 * value:.2f} %"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.4f}"
+    return f"{value:.0f}" if abs(like) >= 100 else f"{value:.4f}"
 
 
 plot = None  # There is a table of a dozen numbers; nobody would rather look.

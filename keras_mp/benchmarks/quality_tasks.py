@@ -28,7 +28,6 @@ class Task(NamedTuple):
         name: what `--case` calls it.
         title: what the tables call it.
         metric: which number of `evaluate` is looked at, and its unit.
-        better: "higher" or "lower".
         data: the same at each call; of `smallest` only a little.
         build: the model, compiled; `auto_scale_loss` is `compile`'s.
         batch, epochs: of the training.
@@ -38,7 +37,6 @@ class Task(NamedTuple):
     name: str
     title: str
     metric: tuple[str, str]
-    better: str
     data: Callable[[], Data]
     build: Callable[[bool], Any]
     batch: int
@@ -187,13 +185,13 @@ def _regression(auto_scale_loss: bool) -> Any:
 
 
 TASKS = (
-    Task("digits", "digits, a CNN", ("accuracy", "accuracy"), "higher",
+    Task("digits", "digits, a CNN", ("accuracy", "accuracy"),
          _digits, _digits_cnn, batch=32, epochs=12),
     Task("language", "Python's library, a language model",
-         ("loss", "nats per character"), "lower",
+         ("loss", "nats per character"),
          _standard_library, _language_model, batch=32, epochs=2),
     Task("sigmoids", "digits, a deep network of sigmoids", ("accuracy", "accuracy"),
-         "higher", _one_hot_digits, _deep_sigmoids, batch=256, epochs=200),
-    Task("regression", "targets past 65504", ("loss", "mean absolute error"), "lower",
-         _friedman, _regression, batch=64, epochs=30, stock=True),
+         _one_hot_digits, _deep_sigmoids, batch=256, epochs=200),
+    Task("regression", "targets past 65504", ("loss", "mean absolute error"),
+         _friedman, _regression, batch=64, epochs=100, stock=True),
 )  # fmt: skip

@@ -39,6 +39,7 @@ class Reference:
     """
 
     def __init__(self, step: Step) -> None:
+        self.step = step
         self.initial = step.weights()
         self.after = []
         for count in (FINITE_STEPS, 1):
