@@ -22,7 +22,7 @@ notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.ste
 
 # Half a minute each, so one backend each; `make test-notebooks` runs all on all. Number
 # 3 has code of its own for each backend.
-BACKENDS = ("jax", "tensorflow", "torch")
+BACKENDS = ("torch", "tensorflow", "jax")
 HERE = [
     path
     for index, path in enumerate(NOTEBOOKS)
