@@ -153,11 +153,11 @@ def _codes(grads: list[Any]) -> Any:
         return _largest(_bits(grads[0])[np.newaxis], _code)
     starts = range(0, len(grads), GRADIENTS_IN_A_WORD)
     words = [_word(grads[start : start + GRADIENTS_IN_A_WORD]) for start in starts]
-    places = 2 * np.arange(min(len(grads), GRADIENTS_IN_A_WORD), dtype=np.int32)
-    places = places.reshape(-1, *[1] * grads[0].ndim)
+    lanes, shape = min(len(grads), GRADIENTS_IN_A_WORD), grads[0].shape
+    places = 2 * np.arange(lanes, dtype=np.int32).reshape(-1, *[1] * len(shape))
     codes = jnp.stack(words)[:, np.newaxis] >> places & np.int32(3)
+    rows = codes.reshape(len(words) * lanes, *shape)
     # A maximum, and no `or`, which collectives do not know.
-    rows = codes.reshape(-1, *grads[0].shape)
     return _largest(rows, lambda code: code)[: len(grads)]
 
 

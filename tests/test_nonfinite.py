@@ -1,0 +1,84 @@
+"""Which gradients are not finite: exactly, whatever their shapes and numbers."""
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND, COMPILED, same_bits, stateful_step, tensors, values
+
+import keras_mp
+from keras_mp.backend import engine
+
+RNG = np.random.default_rng(0)
+# Checked alone, or with others of their shape; prime lengths; no elements at all.
+SHAPES = [(), (1,), (3,), (8, 8), (40,), (37, 5), (64, 33), (0, 4), (300, 300)]
+NEGATIVE_NAN = np.array(0xFFC00000, "uint32").view("float32")
+
+
+def compiled(function):
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jit(function)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=True)
+    return function
+
+
+def flags_of(arrays):
+    flags = compiled(engine.nonfinite)(tensors(arrays))
+    return np.asarray(keras.ops.convert_to_numpy(flags))
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_value_among_many_is_found_and_named(shape, number):
+    arrays = [RNG.normal(size=shape).astype("float32") for _ in range(number)]
+    arrays = [np.array(a) for a in arrays]
+    bad = [np.inf, -np.inf, np.nan, NEGATIVE_NAN, np.finfo("float32").max]
+    for index, value in zip(RNG.permutation(number), bad, strict=False):
+        if arrays[index].size:
+            arrays[index].flat[RNG.integers(arrays[index].size)] = value
+    expected = [
+        [np.isinf(a).any() for a in arrays],
+        [np.isnan(a).any() for a in arrays],
+    ]
+    np.testing.assert_array_equal(flags_of(arrays), expected)
+
+
+def test_a_nan_that_is_the_square_of_another_is_seen():
+    # XLA leaves out the `abs` of a square, and the sign of a nan would stay.
+    @compiled
+    def flags(x):
+        return engine.nonfinite([keras.ops.square(x), keras.ops.abs(x)])
+
+    x = keras.ops.convert_to_tensor(np.array([1.0, NEGATIVE_NAN], "float32"))
+    np.testing.assert_array_equal(
+        keras.ops.convert_to_numpy(flags(x)), [[False, False], [True, True]]
+    )
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize(
+    "grad", [1e25, 2e19 / 1.9], ids=["each square", "the sum of the squares"]
+)
+def test_a_norm_that_overflows_skips_the_step_that_keras_would_fill_with_nan(
+    grad, compiled
+):
+    variables = [keras.Variable(np.ones(4, "float32"))]
+    before = values(variables)
+    optimizer = keras_mp.LossScaleOptimizer(
+        keras.optimizers.Adam(global_clipnorm=1.0), initial_scale=1.0
+    )
+    step = stateful_step(optimizer, variables, compiled)
+    optimizer.scale_loss(1.0)
+    with pytest.warns(UserWarning, match="skipped steps were broken"):
+        step([np.full(4, grad, "float32")])
+        optimizer.raise_if_diverged()
+    assert int(optimizer.skipped_steps) == 1
+    assert same_bits(before, values(variables))
+    optimizer.scale_loss(1.0)
+    step([np.full(4, 1e15, "float32")])
+    assert int(optimizer.iterations) == 1
+    assert np.isfinite(values(variables)[0]).all()
