@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import pathlib
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ LEFT = {
 }
 # Enough to tell one failure from another.
 LENGTH = 240
+COLOUR = re.compile(r"\x1b\[\d*m")  # Keras prints names in bold.
 
 TEXT = """\
 Every architecture of `keras.applications` with random weights, and backbones and tasks
@@ -56,7 +58,7 @@ so that one step leaves statistics that are trained. `keras.applications` has no
 
 
 class Failure(NamedTuple):
-    """What failed, what came of it in plain Keras, and why it is left, if it is."""
+    """A kind of failure: what came of it in plain Keras, why it is left if it is."""
 
     outcome: str
     plain: str
@@ -70,7 +72,7 @@ def write(rows: Iterable[dict[str, Any]]) -> None:
         key=lambda row: (row["model"], row["backend"], row["policy"], row["how"]),
     )
     for row in kept:
-        row["outcome"] = row["outcome"][:LENGTH]
+        row["outcome"] = COLOUR.sub("", row["outcome"])[:LENGTH]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     lines = ",\n".join(f"    {json.dumps(row)}" for row in kept)
     RESULTS.write_text(
@@ -139,6 +141,12 @@ def _failure(row: dict[str, Any], rows: list[dict[str, Any]]) -> Failure:
     keras = [r for r in rows if [r[name] for name in names] == plain]
     outcome = keras[0]["outcome"] if keras else "not run"
     if outcome not in ("ok", "not run"):
-        outcome = f"`{outcome}`"
+        outcome = f"`{_kind(outcome)}`"
     left = LEFT.get((row["model"], row["how"])) if outcome == "ok" else None
-    return Failure(row["outcome"], outcome, f" Left so: {left}." if left else "")
+    return Failure(_kind(row["outcome"]), outcome, f" Left so: {left}." if left else "")
+
+
+def _kind(outcome: str) -> str:
+    """A failure without what differs from model to model; the JSON has it whole."""
+    outcome = re.sub(r" by up to \S+", "", outcome)
+    return re.sub(r"\bb?float16\b", "half precision", outcome)
