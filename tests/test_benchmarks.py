@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 
 import keras
 import numpy as np
@@ -140,6 +141,15 @@ def test_who_does_not_agree_is_not_timed(monkeypatch):
     found = next(cost.measure(SMALL, BACKEND, ["keras"], 0.0, smallest=True))
     assert set(found["peers"]["keras"]) == {"disagrees"}
     assert found["controls"] == {}
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="No case of it is without jit.")
+def test_who_takes_too_long_without_jit_is_not_timed(monkeypatch):
+    monkeypatch.setattr(cost, "PATIENCE", 0.0)
+    case = next(c.name for c in CASES if BACKEND in c.backends and not c.jit)
+    found = next(cost.measure(case, BACKEND, ["keras"], 0.0, smallest=True))
+    assert "its step takes" in found["peers"]["keras"]["slow"]
+    assert cost_tables.cell(found, "keras", "keras") == "slow"
 
 
 def test_a_missing_peer_is_reported(monkeypatch):
@@ -299,6 +309,7 @@ def stub(monkeypatch, tmp_path):
 import json, sys
 job = json.loads(sys.argv[1])
 case = job["about"]["case"]
+print("ready null", flush=True)
 sys.stdin.readline()
 print("part 0.5", flush=True)
 print("record " + json.dumps({"n": 1}), flush=True)
@@ -331,7 +342,9 @@ def test_resume_leaves_out_what_is_there_and_has_not_failed(stub, monkeypatch):
     begun = []
     real = command.Process
     monkeypatch.setattr(
-        command, "Process", lambda job: begun.append(job.about["case"]) or real(job)
+        command,
+        "Process",
+        lambda job, core: begun.append(job.about["case"]) or real(job, core),
     )
     stub(resume=True)
     assert begun == ["b", "c"]
@@ -352,11 +365,62 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
 
 
 @once
+@pytest.mark.skipif(not processes.CAN_PIN, reason="This system stops no processes.")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_next_process_stands_still_while_one_is_timed(
+    tmp_path, monkeypatch, pinned
+):
+    monkeypatch.setattr(processes, "_PROGRAM", WRITES_OR_WATCHES)
+    path = tmp_path / "written"
+    path.touch()
+
+    def started(case):
+        about = {"case": case, "backend": "jax"}
+        job = Job("x", about, {"path": str(path)}, limit=60.0, pinned=pinned)
+        return processes.Process(job)
+
+    found = []
+    writes = started("writes")
+    try:
+        while not path.stat().st_size:
+            time.sleep(0.01)
+        assert not started("watches").records(60, found.append, print, writes)
+        size = path.stat().st_size
+        for _ in range(1000):
+            if path.stat().st_size > size:
+                break
+            time.sleep(0.01)
+        assert path.stat().st_size > size, "it does not go on"
+    finally:
+        writes.end()
+    assert (found[0]["written"] == 0) == pinned
+
+
+WRITES_OR_WATCHES = """
+import json, os, sys, time
+job = json.loads(sys.argv[1])
+path = job["options"]["path"]
+if job["about"]["case"] == "writes":
+    while True:
+        with open(path, "a") as file:
+            file.write("x")
+        time.sleep(0.01)
+print("ready null", flush=True)
+sys.stdin.readline()
+time.sleep(0.2)
+before = os.path.getsize(path)
+time.sleep(0.5)
+print("record", json.dumps({"written": os.path.getsize(path) - before}), flush=True)
+"""
+
+
+@once
 def test_a_worker_tells_records_in_json_whatever_else_is_printed(capsys, monkeypatch):
     class Suite:
         @staticmethod
-        def measure(case, backend, tell):
+        def measure(case, backend, tell, ready):
             print("a framework says hello")
+            ready()
             tell(0.5)
             yield {"x": float("nan"), "y": 1 / 3}
 
@@ -366,7 +430,7 @@ def test_a_worker_tells_records_in_json_whatever_else_is_printed(capsys, monkeyp
     job = {"suite": "s", "about": {"case": "a", "backend": "b"}, "options": {}}
     worker.main(job)
     out = capsys.readouterr().out
-    assert out == 'part 0.5\nrecord {"x": null, "y": 0.333333}\n'
+    assert out == 'ready null\npart 0.5\nrecord {"x": null, "y": 0.333333}\n'
 
 
 # Tables, and README -------------------------------------------------------------------

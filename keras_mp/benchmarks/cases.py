@@ -100,8 +100,8 @@ _WIDE = {"width": 610, "depth": 8, "batch": 16}
 _TRANSFORMER = {
     "vocabulary": 2048,
     "length": 64,
-    "width": 256,
-    "depth": 8,
+    "width": 352,
+    "depth": 4,
     "heads": 4,
     "batch": 4,
 }

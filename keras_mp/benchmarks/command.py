@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import itertools
 import math
 import pathlib
 import time
@@ -24,7 +23,9 @@ def suite_named(name: str) -> Any:
     """The module of a suite.
 
     It has NAME, NAMES (of its cases), ON (backends where it can be measured), IDENTITY
-    (the keys that tell its records apart), `jobs`, `measure`, `tables` and `plot`.
+    (the keys that tell its records apart), `jobs`, `tables`, `plot` and `measure`. That
+    is given `tell`, which is told how much is done, and `ready`, which it calls before
+    what nothing else must disturb.
 
     Raises:
         ValueError: if there is none of that name.
@@ -137,34 +138,36 @@ def _run(
     budget: float,
 ) -> None:
     end = time.monotonic() + budget
-    for number, process in enumerate(_started(jobs)):
+    for number, (process, following) in enumerate(_started(jobs)):
         job = process.job
         left = end - time.monotonic()
         if left < SHORTEST:
             return  # What is left is not measured; `resume` goes on with it.
         within = functools.partial(tell, job.title, number)
         within(0)
-        failure = process.records(min(job.limit, left), results.add, within)
+        limit = min(job.limit, left)
+        failure = process.records(limit, results.add, within, following)
         if failure and left >= job.limit:
             # What it has measured before it failed stays beside the failure.
             found = results.find(job.about) or job.about
             results.add({**found, "failure": failure})
 
 
-def _started(jobs: Sequence[Job]) -> Iterator[Process]:
-    """Processes in turn, the next one started before where it may be."""
+def _started(jobs: Sequence[Job]) -> Iterator[tuple[Process, Process | None]]:
+    """Processes in turn, each with the next one if that may be under way."""
     with contextlib.ExitStack() as ended:
 
-        def start(job: Job) -> Process:
-            process = Process(job)
+        def start(number: int) -> Process:
+            process = Process(jobs[number], core=-1 - number % 2)
             ended.callback(process.end)
             return process
 
         following: Process | None = None
-        for job, next_job in itertools.zip_longest(jobs, jobs[1:]):
-            process = following or start(job)
-            following = start(next_job) if next_job and next_job.ahead else None
-            yield process
+        for number in range(len(jobs)):
+            process = following or start(number)
+            ahead = number + 1 < len(jobs) and jobs[number + 1].ahead
+            following = start(number + 1) if ahead else None
+            yield process, following
 
 
 def _drawn(module: Any, results: Results) -> pathlib.Path | None:

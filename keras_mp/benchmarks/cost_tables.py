@@ -10,6 +10,7 @@ from keras_mp.benchmarks.results import Record
 from keras_mp.tables import Table
 
 UNCLEAR = "?"
+REASONS = ("missing", "disagrees", "failed", "slow")  # for a peer without a number
 NOT_MEASURED = "not measured"
 
 
@@ -53,7 +54,7 @@ def cell(record: Record, peer: str, family: str) -> str:
     found = record["peers"].get(peer)
     if found is None:
         return ""
-    for reason in ("missing", "disagrees", "failed"):
+    for reason in REASONS:
         if reason in found:
             return reason
     clear = record["controls"][family]["conclusive"]
@@ -81,7 +82,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
                 record["case"]
             )
         for peer, found in record.get("peers", {}).items():
-            for word in ("missing", "disagrees", "failed"):
+            for word in REASONS:
                 if word in found:
                     told = f"{peer} {word}: {found[word]}"
                     reasons.setdefault(told, []).append(record["case"])

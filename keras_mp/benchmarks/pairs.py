@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 STRETCH = 0.03
 """Seconds that a stretch of the base takes at least, if a step is shorter."""
-MIN_PAIRS, MAX_PAIRS = 3, 200
+MIN_PAIRS, MAX_PAIRS = 7, 200
 CONTROL = "control"
 OFF = 0.03
 """How far the control's median may be from 1."""

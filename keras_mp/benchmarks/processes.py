@@ -7,6 +7,7 @@ measurement must not be there in the next.
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,15 @@ from typing import Any, NamedTuple
 from keras_mp.benchmarks.results import Record
 
 _ROOT = pathlib.Path(__file__).parents[2]
+# Where processes can be pinned they can also be stopped, and go on.
+CAN_PIN = hasattr(os, "sched_setaffinity")
 # Before the frameworks are imported, which count the cores that they may use.
 _PROGRAM = """
 import json, os, sys
 job = json.loads(sys.argv[1])
-if job["pinned"] and hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+if job["core"] is not None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[job["core"] % len(cores)]})
 from keras_mp.benchmarks import worker
 worker.main(job)
 """
@@ -36,9 +40,10 @@ class Job(NamedTuple):
         about: what tells its records from others; "backend" is among it.
         options: the other arguments of the suite's `measure`.
         limit: after so many seconds it is ended.
-        ahead: whether to start it while the one before is measured, so that imports
-            take no time.
-        pinned: whether to one core, where the system knows that.
+        ahead: whether to start it while the one before is under way, so that imports,
+            and what else comes before `ready`, take less time.
+        pinned: whether to one core, while nothing else of ours runs; where the system
+            knows that.
         environment: variables of it.
     """
 
@@ -60,12 +65,12 @@ class Process:
     """A job under way.
 
     Args:
-        job: what it measures. It is started at once, and waits before the measurement
-            until it is let go: imports take their time, meanwhile something else can
-            be measured.
+        job: what it measures. It is started at once, and waits when it is ready until
+            its records are asked for: meanwhile something else can be measured.
+        core: on which it runs, if it is pinned, counted round those that there are.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, core: int = 0) -> None:
         self.job = job
         self._errors = tempfile.TemporaryFile(mode="w+")
         self._late = False
@@ -73,7 +78,7 @@ class Process:
         path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM,
-             json.dumps({**told, "pinned": job.pinned})],
+             json.dumps({**told, "core": core if job.pinned and CAN_PIN else None})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -92,13 +97,15 @@ class Process:
         limit: float,
         add: Callable[[Record], object],
         tell: Callable[[float], object],
+        following: "Process | None" = None,
     ) -> str:
-        """Lets it go, and waits for its end.
+        """Lets it go when it is ready, and waits for its end.
 
         Args:
             limit: after so many seconds it is ended.
             add: is given each record as it comes.
             tell: is told how much is done, from 0 to 1.
+            following: stands still from when it is ready to its end, if it is pinned.
 
         Returns:
             What went wrong, in a line; or nothing.
@@ -106,15 +113,14 @@ class Process:
         timer = threading.Timer(limit, self._end_late)
         timer.start()
         try:
-            assert self._process.stdin and self._process.stdout
-            try:
-                self._process.stdin.write("go\n")
-                self._process.stdin.close()
-            except OSError:
-                pass  # It has ended already, and says below why.
+            assert self._process.stdout
             for line in self._process.stdout:
                 kind, _, rest = line.partition(" ")
-                if kind == "record":
+                if kind == "ready":
+                    if following and self.job.pinned:
+                        following.stop()
+                    self._let_go()
+                elif kind == "record":
                     add({**self.job.about, **json.loads(rest)})
                 elif kind == "part":
                     tell(float(rest))
@@ -122,6 +128,8 @@ class Process:
         finally:
             timer.cancel()
             self.end()
+            if following and self.job.pinned:
+                following.go_on()
         if self._late:
             return f"took longer than {limit:.0f} s"
         return "" if code == 0 else f"{self._last_words()} (exit status {code})"
@@ -131,6 +139,24 @@ class Process:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+    def stop(self) -> None:
+        """Has it stand still, where the system knows that."""
+        if CAN_PIN:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Takes `stop` back."""
+        if CAN_PIN:
+            self._process.send_signal(signal.SIGCONT)
+
+    def _let_go(self) -> None:
+        assert self._process.stdin
+        try:
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # It has ended already, and says later why.
 
     def _end_late(self) -> None:
         self._late = True

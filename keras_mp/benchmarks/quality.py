@@ -56,6 +56,7 @@ def measure(
     seeds: int = SEEDS,
     smallest: bool = False,
     tell: Callable[[float], object] = lambda part: None,
+    ready: Callable[[], object] = lambda: None,
 ) -> Iterator[Record]:
     """Trains a task with several seeds; Keras must be running on `backend`.
 
@@ -67,10 +68,12 @@ def measure(
         seeds: how many: 0, 1, 2, ...; each is of the initial weights and the batches.
         smallest: whether to train on a little of the data for one epoch.
         tell: is told how much of it is done, from 0 to 1.
+        ready: is called before the first training.
 
     Yields:
         Records, each with one seed more in the place of the one before.
     """
+    ready()
     task = {task.name: task for task in TASKS}[case]
     data = task.data()
     if smallest:

@@ -1,5 +1,6 @@
 """Do steps agree? Asked before anything is timed."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,10 +26,12 @@ class Check(NamedTuple):
     Attributes:
         complaint: what is different; empty if nothing is.
         first_step_seconds: what the first step took, with what had to be compiled.
+        slow: whether that was too long to go on.
     """
 
     complaint: str
     first_step_seconds: float
+    slow: bool = False
 
 
 class Reference:
@@ -39,18 +42,20 @@ class Reference:
     """
 
     def __init__(self, step: Step) -> None:
-        self.step = step
         self.initial = step.weights()
         self.after = []
         for count in (FINITE_STEPS, 1):
             step.run(count)
             self.after.append((step.weights(), step.moments()))
 
-    def check(self, step: Step, scaling: bool = True) -> Check:
+    def check(
+        self, step: Step, scaling: bool = True, patience: float = math.inf
+    ) -> Check:
         """Holds a new step against it.
 
         It takes finite steps; then, if it scales, one whose gradients are not finite,
-        which must change neither weights nor moments; then a finite one.
+        which must change neither weights nor moments; then a finite one. After a first
+        step of more than `patience` seconds it takes no other.
         """
         start = time.perf_counter()
         initial = step.weights()
@@ -58,6 +63,8 @@ class Reference:
         first = time.perf_counter() - start
         if _changed(self.initial, initial):
             return Check("it starts with other weights", first)
+        if first > patience:
+            return Check("", first, slow=True)
         return Check(self._complaint(step, scaling), first)
 
     def _complaint(self, step: Step, scaling: bool) -> str:

@@ -24,7 +24,7 @@ from keras_mp.benchmarks.pairs import (
     quartiles,
     time_in_pairs,
 )
-from keras_mp.benchmarks.processes import Job
+from keras_mp.benchmarks.processes import CAN_PIN, Job
 from keras_mp.benchmarks.results import Record
 from keras_mp.benchmarks.seams_tables import CASES, plot, tables
 from keras_mp.benchmarks.steps import engine
@@ -55,6 +55,7 @@ def jobs(
             {"case": case, "backend": backend},
             {"seconds": seconds or SECONDS},
             limit=LIMIT,
+            ahead=CAN_PIN,
             pinned=True,
         )
         for backend in backends
@@ -70,6 +71,7 @@ def measure(
     seconds: float = SECONDS,
     smallest: bool = False,
     tell: Callable[[float], object] = lambda part: None,
+    ready: Callable[[], object] = lambda: None,
 ) -> Iterator[Record]:
     """Measures a case; Keras must be running on `backend`.
 
@@ -79,11 +81,13 @@ def measure(
         seconds: for the timing.
         smallest: whether to take the smallest sizes, once.
         tell: is told how much of it is done, from 0 to 1.
+        ready: is called before the timing.
 
     Yields:
         One record: `ratios` over Keras without keras_mp, with `control` and whether it
         is `conclusive` where they are of pairs; or `seconds`.
     """
+    ready()
     if case == "layer-call":
         found = _in_pairs(_layer_calls(), seconds, tell)
     elif case == "fit":

@@ -97,6 +97,7 @@ def measure(
     what: str,
     batch: int | None = None,
     tell: Callable[[float], object] = lambda part: None,
+    ready: Callable[[], object] = lambda: None,
 ) -> Iterator[Record]:
     """Measures a configuration; Keras must be running on `backend`.
 
@@ -108,6 +109,7 @@ def measure(
         what: "speed", or "fits": the largest batch.
         batch: its size; that of the case if left out.
         tell: is told how much of it is done, from 0 to 1.
+        ready: is called before the device is touched.
 
     Yields:
         Records, each in the place of the one before.
@@ -115,6 +117,7 @@ def measure(
     Raises:
         RuntimeError: if the framework sees no GPU though there is one.
     """
+    ready()
     if on == "gpu" and not has_gpu(backend):
         raise RuntimeError(f"{backend} sees no GPU: install its build with CUDA")
     found = {case.name: case for case in TRAIN_CASES}[case]

@@ -32,8 +32,13 @@ def main(job: dict[str, Any]) -> None:
             last = time.monotonic()
             say("part", part)
 
-    sys.stdin.readline()
-    for record in suite.measure(**job["about"], **job["options"], tell=tell):
+    def ready() -> None:
+        say("ready", None)
+        sys.stdin.readline()
+
+    for record in suite.measure(
+        **job["about"], **job["options"], tell=tell, ready=ready
+    ):
         say("record", rounded(record))
 
 
