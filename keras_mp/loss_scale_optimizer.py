@@ -248,7 +248,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         state = LossScaleState(*(v.value for v in self.state_variables))
         for variable, value in zip(
             self.state_variables,
-            self.rule.next(state, finite, loss_finite),
+            _next(self.rule, state, finite, loss_finite),
             strict=True,
         ):
             variable.assign(value)
@@ -264,7 +264,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             columns = ops.one_hot(indices, len(self._trainable_variables))
             flags = ops.matmul(ops.cast(flags, "float32"), columns) > 0
         step = self.inner_optimizer._iterations.value + self.skip_counter.value + 1
-        self.nonfinite_counts.assign(counted(self.nonfinite_counts.value, flags, step))
+        self.nonfinite_counts.assign(_counted(self.nonfinite_counts.value, flags, step))
 
     # Building --------------------------------------------------------------------
 
@@ -605,6 +605,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return [name for name in super().__dir__() if name not in hidden]
 
 
+_next = engine.compiled(LossScaleRule.next, static=(0,))
+_counted = engine.compiled(counted)
+
+
 class _GradientsOf(list):
     """Gradients with their loss, for the way through Keras' `stateless_apply`."""
 
@@ -619,7 +623,11 @@ def _multiply_wide(loss: Any, scale: Any) -> Any:
     A loss that is not finite may have gradients that are, a mean absolute error of
     infinity for one. Here they become nan, so that its step is skipped everywhere.
     """
-    loss = ops.convert_to_tensor(loss)
+    return _product(ops.convert_to_tensor(loss), ops.convert_to_tensor(scale))
+
+
+@engine.compiled
+def _product(loss: Any, scale: Any) -> Any:
     wide = "float64" if keras.backend.standardize_dtype(loss.dtype) == "float64" else (
         "float32"
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """The only place that imports a framework.
 
-`engine` is the module for the backend Keras runs on. Each engine has the same fourteen
+`engine` is the module for the backend Keras runs on. Each engine has the same fifteen
 functions:
 
     is_tracing()                      inside a function being compiled?
+    compiled(function, static)        one program where eager lines would cost time
     outside_trace()                   where variables are given their first values
     refuse_baking(what, remedy)       error where a variable's value would be frozen
     check_strategy(variables, built)  error where replicas would not agree

@@ -23,6 +23,7 @@ from keras_mp.backend.train_function import make_train_function
 __all__ = [
     "build",
     "check_strategy",
+    "compiled",
     "is_tracing",
     "make_train_function",
     "none_of",
@@ -49,9 +50,23 @@ WINDOW = 32
 
 def is_tracing() -> bool:
     """Whether we are inside jax.jit (eager jax.grad does not count)."""
-    # What jnp creates is a tracer only where a program is being recorded: jax.grad
-    # outside jit computes such constants at once.
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    # What JAX creates is a tracer only where a program is being recorded: jax.grad
+    # outside jit computes such constants at once. This one takes the least time.
+    return isinstance(lax.iota(np.int32, 1), jax.core.Tracer)
+
+
+def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
+    """A function of tensors that is one program outside jit too, not one for each line.
+
+    `static`: the places of arguments that are no tensors.
+    """
+    jitted = jax.jit(function, static_argnums=static)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return (function if is_tracing() else jitted)(*args)
+
+    return call
 
 
 def outside_trace() -> contextlib.AbstractContextManager:
@@ -61,7 +76,7 @@ def outside_trace() -> contextlib.AbstractContextManager:
 
 def refuse_baking(what: str, remedy: str) -> None:
     """Raises where the variables' present values would become constants of a trace."""
-    if is_tracing() and not keras.src.backend.in_stateless_scope():
+    if not keras.src.backend.in_stateless_scope() and is_tracing():
         raise ValueError(
             f"`{what}` was called inside a function that JAX is tracing: the present "
             "loss scale would be baked into the program and never move again. "
@@ -80,11 +95,10 @@ def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
     """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
-    return _map_present(_unscale if is_tracing() else _unscale_jitted)(
-        grads, inverse_scale
-    )
+    return _map_present(_unscale, grads, inverse_scale)
 
 
+@compiled
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
     wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
     inverse = {d: inverse_scale.astype(d) for d in {g.dtype for g in wide}}
@@ -93,25 +107,20 @@ def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
 
 def poison(grads: Sequence[Any]) -> list[Any]:
     """Turns infinities into nan, which clipping by value cannot make finite again."""
-    return _map_present(_poison if is_tracing() else _poison_jitted)(grads)
+    return _map_present(_poison, grads)
 
 
+@compiled
 def _poison(grads: list[Any]) -> list[Any]:
     return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
 
 
-_unscale_jitted = jax.jit(_unscale)
-_poison_jitted = jax.jit(_poison)
-
-
-def _map_present(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _map_present(
+    function: Callable[..., list[Any]], grads: Sequence[Any], *args: Any
+) -> list[Any]:
     """Applies a function of a list to those gradients that are not None."""
-
-    def mapped(grads: Sequence[Any], *args: Any) -> list[Any]:
-        results = iter(function([g for g in grads if g is not None], *args))
-        return [None if g is None else next(results) for g in grads]
-
-    return mapped
+    results = iter(function([g for g in grads if g is not None], *args))
+    return [None if g is None else next(results) for g in grads]
 
 
 def _wide_dtype(x: Any) -> Any:
@@ -119,10 +128,15 @@ def _wide_dtype(x: Any) -> Any:
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:
-    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
-    return (_nonfinite if is_tracing() else _nonfinite_jitted)(list(grads))
+    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads)).
+
+    Outside a trace a NumPy array: whether to write is decided there in Python.
+    """
+    flags = _nonfinite(list(grads))
+    return flags if isinstance(flags, jax.core.Tracer) else np.asarray(flags)
 
 
+@compiled
 def _nonfinite(grads: list[Any]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
@@ -204,7 +218,6 @@ def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
 _AN_INFINITY, _A_NAN = 1, 2
 # The bits of the largest number.
 _BELOW = np.int32(0x7F7FFFFF)
-_nonfinite_jitted = jax.jit(_nonfinite)
 
 
 def none_of(flags: Any) -> Any:

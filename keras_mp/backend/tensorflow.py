@@ -19,6 +19,7 @@ from keras_mp.backend.train_function import make_train_function
 __all__ = [
     "build",
     "check_strategy",
+    "compiled",
     "is_tracing",
     "make_train_function",
     "none_of",
@@ -41,6 +42,11 @@ GROUPED_ELEMENTS = 64 * 1024
 def is_tracing() -> bool:
     """Whether we are inside a tf.function that is being traced."""
     return not tf.executing_eagerly()
+
+
+def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
+    """The function itself: compiling is left to the `tf.function` it is called in."""
+    return function
 
 
 def outside_trace() -> contextlib.AbstractContextManager:
