@@ -1,6 +1,7 @@
 """The optimizer wrapper: holds the state, asks the rule, calls the inner optimizer."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -385,9 +386,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name):
                 self.build(variables)
         tracing = engine.is_tracing()
+        update = functools.partial(self._update, variables)
         if self._stage.take(tracing):
             self.underflow_watch.look(grads, variables)
-            grads = self._divided(grads, variables, self.dynamic_scale.value)
+            if self._stay_finite(variables):
+                # Where they are written: TensorFlow's graphs reuse their memory there.
+                update = functools.partial(self._update, variables, scaled=True)
+            else:
+                grads = self._divided(grads, variables, self.dynamic_scale.value)
         narrowed = self._narrowed(grads, variables)
         if self._accumulates():
             # Keras adds them to accumulators of that dtype, in branches of a `cond`,
@@ -402,8 +408,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._count_nonfinite(flags[:, :-2], variables)
         engine.update_if(
             finite,
-            lambda grads: self.inner_optimizer.apply(grads, variables),
+            update,
             grads,
+            written=[*variables, *self.inner_optimizer.variables],
             branches=self._accumulates(),
         )
         self._advance(finite, engine.none_of(loss_flags))
@@ -417,6 +424,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         pairs = list(grads_and_vars)
         self.apply([g for g, _ in pairs], [v for _, v in pairs])
         return self.iterations
+
+    def _update(
+        self, variables: Sequence[Any], grads: Sequence[Any], scaled: bool = False
+    ) -> None:
+        if scaled:
+            grads = self._divided(grads, variables, self.dynamic_scale.value)
+        self.inner_optimizer.apply(grads, variables)
+
+    def _stay_finite(self, variables: Sequence[Any]) -> bool:
+        """Whether gradients that are finite are so once they are unscaled, and cast.
+
+        Nothing else is looked at then: not their squares, for global clipping.
+        """
+        narrow = any(_narrow_dtype(v) for v in variables)
+        clipped = clips_by_global_norm(self.inner_optimizer)
+        return self.rule.min_scale >= 1 and not narrow and not clipped
 
     def _divided(
         self, grads: Sequence[Any], variables: Sequence[Any], scale: Any
@@ -438,9 +461,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Keras' optimizers cast them so, and what was finite may then not be.
         """
-        dtypes = [keras.backend.standardize_dtype(v.dtype) for v in variables]
+        dtypes = [_narrow_dtype(v) for v in variables]
         return [
-            ops.cast(g, d) if g is not None and d in ("float16", "bfloat16") else g
+            ops.cast(g, d) if d and g is not None else g
             for g, d in zip(grads, dtypes, strict=True)
         ]
 
@@ -603,6 +626,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # not: it would load the inner optimizer, of which it writes a second copy.
         hidden = [] if self._inner_follows else ["inner_optimizer"]
         return [name for name in super().__dir__() if name not in hidden]
+
+
+def _narrow_dtype(variable: Any) -> str | None:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return dtype if dtype in ("float16", "bfloat16") else None
 
 
 _next = engine.compiled(LossScaleRule.next, static=(0,))

@@ -13,7 +13,8 @@ functions:
     poison(grads)                     what is not finite becomes nan
     nonfinite(grads)                  which hold an infinity, which a nan
     none_of(flags)                    one bool scalar
-    update_if(finite, update, ...)    run `update(grads)`, of no effect if not finite
+    update_if(finite, update, ...)    run `update(grads)`, of no effect if not finite;
+                                      with the variables that it writes
     make_train_function(...)          Keras' own, its `train_step` wrapped
     build(model, data)                build a model that its first train step would
     undo_skipped(model, opt, step)    a train step of no effect where it is skipped

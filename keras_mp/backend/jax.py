@@ -19,6 +19,7 @@ from keras_mp.backend.logs import (
 )
 from keras_mp.backend.selects import without_conditionals
 from keras_mp.backend.train_function import make_train_function
+from keras_mp.backend.windows import in_windows
 
 __all__ = [
     "build",
@@ -44,8 +45,6 @@ GROUPED_ELEMENTS = 64 * 1024
 GRADIENTS_IN_A_WORD = 16
 # Fewer than this of one shape are checked one by one, unless they are as small as this.
 FEW, SMALL_ELEMENTS = 8, 1024
-# XLA on CPUs splits reductions along more than this many elements.
-WINDOW = 32
 
 
 def is_tracing() -> bool:
@@ -197,19 +196,10 @@ def _code(bits: Any) -> Any:
 
 
 def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
-    """The largest code of each row, int8.
-
-    XLA on CPUs would write a copy of all that it reduces along more than 32 elements,
-    to read it again. So it reduces a part of an axis, and then the codes of that.
-    """
-    for axis, length in enumerate(rows.shape[1:], 1):
-        divisor = max(d for d in range(1, WINDOW + 1) if length % d == 0)
-        if length > WINDOW and divisor > 1:
-            shape = list(rows.shape)
-            shape[axis : axis + 1] = [length // divisor, divisor]
-            rows = rows.reshape(shape)
-            rows = lax.reduce(rows, np.int32(0), lax.max, (axis + 1,))
-            break
+    """The largest code of each row, int8."""
+    if parted := in_windows(rows.shape, first=1):
+        shape, axis = parted
+        rows = lax.reduce(rows.reshape(shape), np.int32(0), lax.max, (axis,))
     codes = code(rows).astype(jnp.int8)
     return lax.reduce(codes, np.int8(0), lax.max, tuple(range(1, codes.ndim)))
 
@@ -254,6 +244,7 @@ def update_if(
     finite: Any,
     update: Callable[[list[Any]], None],
     grads: list[Any],
+    written: Sequence[Any],
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)`, whose writes take effect only if `finite`.
@@ -265,12 +256,12 @@ def update_if(
             update(grads)
         return
 
-    def written(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
+    def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
         with SelectingScope(finite, before) as scope:
             update(grads)
         return scope.state_mapping
 
-    run = without_conditionals(written) if branches else written
+    run = without_conditionals(writes) if branches else writes
     mapping = keras.src.backend.get_stateless_scope().state_mapping
     mapping.update(run(finite, mapping, grads))
 

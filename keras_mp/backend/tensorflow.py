@@ -1,4 +1,7 @@
-"""Loss scaling on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly."""
+"""Loss scaling on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly.
+
+Where XLA compiles, selects: a conditional there copies what goes through it.
+"""
 
 import contextlib
 import functools
@@ -7,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from keras_mp.backend.logs import (
     any_measured,
@@ -15,6 +19,7 @@ from keras_mp.backend.logs import (
     without_step,
 )
 from keras_mp.backend.train_function import make_train_function
+from keras_mp.backend.windows import in_windows
 
 __all__ = [
     "build",
@@ -133,10 +138,41 @@ def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
         alike.setdefault(_group(grad) or index, []).append(index)
-    groups = alike.values()
-    largest = tf.concat([_largest_bits([grads[i] for i in g]) for g in groups], axis=0)
-    largest = tf.gather(largest, np.argsort([i for g in groups for i in g]))
-    return _on_any_replica(tf.stack([largest == _INFINITY, largest > _INFINITY]))
+    groups = list(alike.values())
+    values = [_together([grads[i] for i in group]) for group in groups]
+
+    def exactly() -> tf.Tensor:
+        codes = tf.concat([_codes(v) for v in values], axis=0)
+        codes = tf.gather(codes, np.argsort([i for g in groups for i in g]))
+        return tf.stack([codes == _AN_INFINITY, codes == _A_NAN])
+
+    if _compiled_by_xla():
+        return _on_any_replica(exactly())
+    # The squares take one pass, in a single kernel. They overflow at 1.8e19: only then,
+    # or where a gradient is not finite, is each looked at.
+    squares = tf.add_n([_sum_of_squares(v) for v in values if v is not None])
+    none = tf.zeros((2, len(grads)), tf.bool)
+    return _on_any_replica(tf.cond(tf.math.is_finite(squares), lambda: none, exactly))
+
+
+def _compiled_by_xla() -> bool:
+    """Whether XLA compiles what is being traced."""
+    return GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def _together(grads: list[Any]) -> Any:
+    """The values of gradients of one shape, a row for each; None for None."""
+    if len(grads) > 1:
+        return tf.stack(grads)
+    (grad,) = grads
+    if grad is None:
+        return None
+    return (grad.values if isinstance(grad, tf.IndexedSlices) else grad)[tf.newaxis]
+
+
+def _sum_of_squares(values: tf.Tensor) -> tf.Tensor:
+    wide = tf.float64 if values.dtype == tf.float64 else tf.float32
+    return tf.cast(tf.nn.l2_loss(tf.cast(values, wide)), tf.float32)
 
 
 def _on_any_replica(flags: tf.Tensor) -> tf.Tensor:
@@ -161,21 +197,24 @@ def _group(grad: Any) -> Any:
     return (tuple(grad.shape), grad.dtype) if small else None
 
 
-def _largest_bits(grads: list[Any]) -> tf.Tensor:
-    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
-    # An integer maximum, unlike one of floats, cannot lose a nan.
-    if grads[0] is None:
-        return tf.zeros((1,), tf.int32)
+def _codes(values: Any) -> tf.Tensor:
+    """The code of each row, int8: is it finite, or what does it hold?"""
+    if values is None:
+        return tf.zeros((1,), tf.int8)
+    rows = _bits(values)
+    parted = rows.shape.is_fully_defined() and in_windows(rows.shape, first=1)
+    if parted:
+        shape, axis = parted
+        rows = tf.reduce_max(tf.reshape(rows, shape), axis)
+    codes = tf.clip_by_value(rows, _BELOW, _BELOW + _A_NAN) - _BELOW
+    codes = tf.cast(codes, tf.int8)
     # Of no elements at all the maximum is the lowest integer: finite.
-    if len(grads) > 1:
-        rows = tf.stack(grads)
-        return tf.reduce_max(_bits(rows), axis=range(1, rows.shape.rank))
-    (grad,) = grads
-    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    return tf.reduce_max(_bits(values))[tf.newaxis]
+    return tf.reduce_max(codes, axis=range(1, codes.shape.rank))
 
 
 def _bits(x: tf.Tensor) -> tf.Tensor:
+    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
+    # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == tf.float64:  # A large one would become infinite in float32.
         x = tf.where(tf.math.is_finite(x), tf.zeros_like(x), x)
     # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
@@ -183,23 +222,35 @@ def _bits(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_and(bits, 0x7FFFFFFF)
 
 
-_INFINITY = 0x7F800000
+# What `_codes` says of a gradient that is not finite.
+_AN_INFINITY, _A_NAN = 1, 2
+# The bits of the largest number.
+_BELOW = 0x7F7FFFFF
 
 
 def none_of(flags: tf.Tensor) -> tf.Tensor:
     """Bool scalar: is none of the flags set?"""
-    return tf.logical_not(tf.reduce_any(flags))
+    # The square root keeps XLA from computing the whole reduction once more in each
+    # of the selects that read the flag.
+    return tf.sqrt(tf.reduce_sum(tf.cast(flags, tf.float32))) == 0
 
 
 def update_if(
     finite: tf.Tensor,
     update: Callable[[list[Any]], None],
     grads: list[Any],
+    written: Sequence[Any],
     branches: bool = False,
 ) -> None:
-    """Runs `update(grads)` if `finite`."""
+    """Runs `update(grads)` if `finite`, or takes back what it writes if not."""
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
         if finite:
+            update(grads)
+        return
+    # Of the rows of a table that are written a select would read all the others too.
+    sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+    if _compiled_by_xla() and not (sparse or tf.distribute.has_strategy()):
+        with _written_where(finite, [v.value for v in written]):
             update(grads)
         return
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -219,6 +270,40 @@ def update_if(
     context.merge_call(across_replicas, args=(finite, grads))
 
 
+@contextlib.contextmanager
+def _written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[None]:
+    """Lets variables meanwhile be written only where `predicate` is true.
+
+    Selecting at each write, and not once after all, keeps XLA from computing a moment
+    twice, for itself and for the weight.
+    """
+    with contextlib.ExitStack() as undone:
+        for variable in variables:
+            # In place of the methods of their class, and of these variables alone.
+            for name, method in _methods(variable, predicate).items():
+                setattr(variable, name, method)
+                undone.callback(delattr, variable, name)
+        yield
+
+
+def _methods(variable: Any, predicate: tf.Tensor) -> dict[str, Callable]:
+    write = variable.assign
+    # As it was before any write: fewer values live on at the same time.
+    before = tf.identity(variable)
+
+    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        value = tf.convert_to_tensor(value, variable.dtype)
+        return write(tf.where(predicate, value, before), *args, **kwargs)
+
+    def assign_add(delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(variable + delta, *args, **kwargs)
+
+    def assign_sub(delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(variable - delta, *args, **kwargs)
+
+    return {"assign": assign, "assign_add": assign_add, "assign_sub": assign_sub}
+
+
 def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
     """None: `fit` leaves the optimizer's state in its variables."""
     return None
@@ -234,10 +319,8 @@ def undo_skipped(
     """
 
     def undoing(data: Any) -> Any:
-        variables = {
-            id(v): v.value
-            for v in model.non_trainable_variables + model.metrics_variables
-        }
+        changing = model.non_trainable_variables + model.metrics_variables
+        variables = {id(v): v.value for v in changing}
         before = [tf.identity(v) for v in variables.values()]
         measured = any_measured([v.value for v in model.metrics_variables])
         own = [v.value for v in optimizer.state_variables]
@@ -250,7 +333,12 @@ def undo_skipped(
         broken = skipped & _on_any_replica(~loss_is_finite(logs))
         for variable, value in zip(own, blameless, strict=True):
             variable.assign(tf.where(broken, value, variable))
-        update_if(skipped, functools.partial(_put_back, variables.values()), before)
+        update_if(
+            skipped,
+            functools.partial(_put_back, variables.values()),
+            before,
+            written=changing,
+        )
         # Keras on TensorFlow creates the variables of metrics within the first step.
         new = [
             m for m in model.metrics if any(id(v) not in variables for v in m.variables)

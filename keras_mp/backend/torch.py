@@ -116,6 +116,7 @@ def update_if(
     finite: torch.Tensor,
     update: Callable[[list[Any]], None],
     grads: list[Any],
+    written: Sequence[Any],
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)` if `finite`."""

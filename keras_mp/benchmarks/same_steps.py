@@ -26,12 +26,12 @@ class Check(NamedTuple):
     Attributes:
         complaint: what is different; empty if nothing is.
         first_step_seconds: what the first step took, with what had to be compiled.
-        slow: whether that was too long to go on.
+        step_seconds: what the second one took.
     """
 
     complaint: str
     first_step_seconds: float
-    slow: bool = False
+    step_seconds: float
 
 
 class Reference:
@@ -54,21 +54,19 @@ class Reference:
         """Holds a new step against it.
 
         It takes finite steps; then, if it scales, one whose gradients are not finite,
-        which must change neither weights nor moments; then a finite one. After a first
+        which must change neither weights nor moments; then a finite one. After a second
         step of more than `patience` seconds it takes no other.
         """
-        start = time.perf_counter()
         initial = step.weights()
-        step.run(1)
-        first = time.perf_counter() - start
+        first, second = (_timed(step) for _ in range(2))
         if _changed(self.initial, initial):
-            return Check("it starts with other weights", first)
-        if first > patience:
-            return Check("", first, slow=True)
-        return Check(self._complaint(step, scaling), first)
+            return Check("it starts with other weights", first, second)
+        if second > patience:
+            return Check(f"a step takes {second:.0f} s", first, second)
+        return Check(self._complaint(step, scaling), first, second)
 
     def _complaint(self, step: Step, scaling: bool) -> str:
-        step.run(FINITE_STEPS - 1)
+        step.run(FINITE_STEPS - 2)
         if complaint := self._difference(0, step):
             return f"after {FINITE_STEPS} steps {complaint}"
         if scaling:
@@ -97,6 +95,12 @@ class Reference:
                 share = off / _norm(size)
                 return f"the {what} are off by {share:.2g} of what they should be"
         return ""
+
+
+def _timed(step: Step) -> float:
+    start = time.perf_counter()
+    step.run(1)
+    return time.perf_counter() - start
 
 
 def _norm(arrays: Sequence[np.ndarray]) -> float:
