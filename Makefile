@@ -45,8 +45,8 @@ help:
 	@echo "make bench   measure what loss scaling costs, beside other packages"
 	@echo "make bench-train    measure whole training steps under each policy"
 	@echo "make bench-quality  train to the end under each policy"
-	@echo "make sweep   measure what the tests are too short for, both of these:"
 	@echo "make gpu-gates   what a compiled step costs on an H100, without one"
+	@echo "make sweep   measure what the tests are too short for, both of these:"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
 	@echo "make clean   remove what the other commands made"
@@ -82,12 +82,13 @@ bench-quality: $(BENCH)
 	$(BIN)/keras-mp bench --suite quality --out benchmarks/quality.json
 	$(BIN)/python -m keras_mp.benchmarks.readme
 
-sweep: sweep-layers sweep-models
 # The programs are compiled for an H100 and read, not run: no GPU is needed.
 gpu-gates: $(GPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python -m pytest \
 	  --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning" test_compiled_step.py
+
+sweep: sweep-layers sweep-models
 
 # An hour or two: every layer is compiled a dozen times on each backend.
 sweep-layers: $(TEST)
