@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -77,6 +78,17 @@ def _of_this_backend(inner: Any) -> Any:
         return inner
     return keras.optimizers.get(
         {"class_name": type(inner).__name__, "config": inner.get_config()}
+    )
+
+
+def is_keras_own(inner: Any, variables: Sequence[Any]) -> bool:
+    """Whether an update runs Keras' code alone, whose every write is an `assign`."""
+    parts = [inner, *getattr(inner, "optimizers", ())]
+    rates = [getattr(part, "_learning_rate", None) for part in parts]
+    constraints = [getattr(v, "constraint", None) for v in variables]
+    return all(
+        x is None or type(x).__module__.startswith("keras.src.")
+        for x in (*parts, *rates, *constraints)
     )
 
 

@@ -18,6 +18,7 @@ from keras_mp.gradient_stage import GradientStage, in_train_step
 from keras_mp.inner_optimizer import (
     checked_inner,
     hold,
+    is_keras_own,
     refuse_inner_arguments,
     start_averages,
 )
@@ -410,7 +411,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite,
             update,
             grads,
-            written=[*variables, *self.inner_optimizer.variables],
+            written=self._written(variables),
             branches=self._accumulates(),
         )
         self._advance(finite, engine.none_of(loss_flags))
@@ -431,6 +432,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if scaled:
             grads = self._divided(grads, variables, self.dynamic_scale.value)
         self.inner_optimizer.apply(grads, variables)
+
+    def _written(self, variables: Sequence[Any]) -> list[Any] | None:
+        """What an update writes by `assign`; None if it may write something else."""
+        inner = self.inner_optimizer
+        known = is_keras_own(inner, variables)
+        return [*variables, *inner.variables] if known else None
 
     def _stay_finite(self, variables: Sequence[Any]) -> bool:
         """Whether gradients that are finite are so once they are unscaled, and cast.

@@ -1,4 +1,4 @@
-"""`make sweep-models` has measured every model, and what fails fails in Keras too, or says why.
+"""`make sweep-models` has measured every model; what fails here alone says why.
 
 It writes `sweeps/models.json`: what all architectures of keras.applications, and models
 of KerasHub, do under our policies on JAX and TensorFlow.

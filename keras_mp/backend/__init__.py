@@ -14,7 +14,7 @@ functions:
     nonfinite(grads)                  which hold an infinity, which a nan
     none_of(flags)                    one bool scalar
     update_if(finite, update, ...)    run `update(grads)`, of no effect if not finite;
-                                      with the variables that it writes
+                                      with the variables that it writes, if known
     make_train_function(...)          Keras' own, its `train_step` wrapped
     build(model, data)                build a model that its first train step would
     undo_skipped(model, opt, step)    a train step of no effect where it is skipped

@@ -244,7 +244,7 @@ def update_if(
     finite: Any,
     update: Callable[[list[Any]], None],
     grads: list[Any],
-    written: Sequence[Any],
+    written: Sequence[Any] | None,
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)`, whose writes take effect only if `finite`.

@@ -5,9 +5,11 @@ Where XLA compiles, selects: a conditional there copies what goes through it.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
@@ -201,6 +203,8 @@ def _codes(values: Any) -> tf.Tensor:
     """The code of each row, int8: is it finite, or what does it hold?"""
     if values is None:
         return tf.zeros((1,), tf.int8)
+    if values.shape.rank is None:
+        values = tf.reshape(values, (1, -1))
     rows = _bits(values)
     parted = rows.shape.is_fully_defined() and in_windows(rows.shape, first=1)
     if parted:
@@ -226,6 +230,7 @@ def _bits(x: tf.Tensor) -> tf.Tensor:
 _AN_INFINITY, _A_NAN = 1, 2
 # The bits of the largest number.
 _BELOW = 0x7F7FFFFF
+_WRITING = threading.RLock()
 
 
 def none_of(flags: tf.Tensor) -> tf.Tensor:
@@ -239,7 +244,7 @@ def update_if(
     finite: tf.Tensor,
     update: Callable[[list[Any]], None],
     grads: list[Any],
-    written: Sequence[Any],
+    written: Sequence[Any] | None,
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)` if `finite`, or takes back what it writes if not."""
@@ -249,8 +254,9 @@ def update_if(
         return
     # Of the rows of a table that are written a select would read all the others too.
     sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
-    if _compiled_by_xla() and not (sparse or tf.distribute.has_strategy()):
-        with _written_where(finite, [v.value for v in written]):
+    selects = _compiled_by_xla() and not (sparse or tf.distribute.has_strategy())
+    if selects and written is not None:
+        with _written_where(finite, written):
             update(grads)
         return
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -277,8 +283,10 @@ def _written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[N
     Selecting at each write, and not once after all, keeps XLA from computing a moment
     twice, for itself and for the weight.
     """
-    with contextlib.ExitStack() as undone:
-        for variable in variables:
+    # Keras names some variables twice.
+    native = {id(v): v.value if isinstance(v, keras.Variable) else v for v in variables}
+    with _WRITING, contextlib.ExitStack() as undone:
+        for variable in native.values():
             # In place of the methods of their class, and of these variables alone.
             for name, method in _methods(variable, predicate).items():
                 setattr(variable, name, method)
@@ -287,11 +295,13 @@ def _written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[N
 
 
 def _methods(variable: Any, predicate: tf.Tensor) -> dict[str, Callable]:
-    write = variable.assign
+    write, thread = variable.assign, threading.get_ident()
     # As it was before any write: fewer values live on at the same time.
     before = tf.identity(variable)
 
     def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return write(value, *args, **kwargs)
         value = tf.convert_to_tensor(value, variable.dtype)
         return write(tf.where(predicate, value, before), *args, **kwargs)
 

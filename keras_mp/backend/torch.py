@@ -116,7 +116,7 @@ def update_if(
     finite: torch.Tensor,
     update: Callable[[list[Any]], None],
     grads: list[Any],
-    written: Sequence[Any],
+    written: Sequence[Any] | None,
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)` if `finite`."""
