@@ -89,7 +89,7 @@ def test_so_they_do_after_an_error():
     assert not any(name.startswith("assign") for v in written for name in vars(v.value))
 
 
-# What a select at each `assign` would miss ---------------------------------------------
+# What a select at each `assign` would miss --------------------------------------------
 
 
 class Scattering(keras.optimizers.SGD):
