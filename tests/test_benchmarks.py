@@ -143,11 +143,16 @@ def test_who_does_not_agree_is_not_timed(monkeypatch):
     assert found["controls"] == {}
 
 
-def test_who_takes_too_long_is_not_timed(monkeypatch):
-    monkeypatch.setattr(cost, "PATIENCE", 0.0)
-    found = next(cost.measure(SMALL, BACKEND, ["keras"], 0.0, smallest=True))
-    assert "a step takes" in found["peers"]["keras"]["slow"]
+def test_who_is_slow_is_timed_only_where_it_is_named(monkeypatch):
+    case = case_named(SMALL)._replace(slow=("keras",))
+    monkeypatch.setattr(cost, "case_named", lambda name: case)
+    found = next(
+        cost.measure(SMALL, BACKEND, [p.name for p in PEERS], 0.0, smallest=True)
+    )
+    assert "--peer keras" in found["peers"]["keras"]["slow"]
     assert cost_tables.cell(found, "keras", "keras") == "slow"
+    found = next(cost.measure(SMALL, BACKEND, ["keras"], 0.0, smallest=True))
+    assert "ratio" in found["peers"]["keras"]
 
 
 def test_a_missing_peer_is_reported(monkeypatch):

@@ -38,6 +38,7 @@ class Case(NamedTuple):
         make: builds the problem from sizes.
         sizes: what is measured.
         smallest: what the tests run.
+        slow: peers that take minutes to compile, or to run.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     make: Callable[..., Problem]
     sizes: dict[str, int]
     smallest: dict[str, int]
+    slow: tuple[str, ...] = ()
 
     def problem(self, smallest: bool = False) -> Problem:
         """The same weights and the same batch at each call."""
@@ -127,7 +129,7 @@ CASES = (
     Case("wide", "8 wide dense layers, 3 M weights", ("jax", "tensorflow"), True,
          _dense, _WIDE, _TINY_DENSE),
     Case("variables-200", "200 small variables", ("jax",), True,
-         _variables, _small(200), _TINY_DENSE),
+         _variables, _small(200), _TINY_DENSE, slow=("jmp",)),
     Case("variables-100", "100 small variables", ("tensorflow",), True,
          _variables, _small(100), _TINY_DENSE),
     Case("transformer", "transformer, 7 M weights", BACKENDS, True,
@@ -139,7 +141,7 @@ CASES = (
     Case("no-jit-100", "without jit, 100 variables", ("jax",), False,
          _variables, _small(100), _TINY_DENSE),
     Case("no-jit-1000", "without jit, 1000 variables", ("jax",), False,
-         _variables, _small(1000), _TINY_DENSE),
+         _variables, _small(1000), _TINY_DENSE, slow=("keras",)),
     Case("wide-no-jit", "without jit, 8 wide dense layers", ("tensorflow",), False,
          _dense, _WIDE, _TINY_DENSE),
     Case("variables-200-no-jit", "without jit, 200 variables", ("tensorflow",), False,
