@@ -66,7 +66,7 @@ test-notebooks: $(TEST)
 	    $(BIN)/python -m pytest tests/test_notebooks.py || exit 1; \
 	done
 
-# Under ten minutes on a quiet machine. benchmarks/ is what comes of these three.
+# On a quiet machine. benchmarks/ is what comes of these three.
 bench: $(BENCH)
 	$(BIN)/keras-mp bench --backend $(BENCH_BACKENDS) --out benchmarks/cost.json
 	$(BIN)/keras-mp bench --suite seams --backend $(BENCH_BACKENDS) \
