@@ -143,29 +143,28 @@ class LossScaleRule:
         )
         finite = ops.convert_to_tensor(finite, "bool")
         skipped = ops.logical_not(finite)
-        too_high = ops.logical_and(
-            skipped,
-            ops.logical_and(
-                ops.convert_to_tensor(loss_finite, "bool"),
-                # A scale that does not move is never lowered.
-                ops.logical_and(scale > self.min_scale, self.dynamic),
-            ),
-        )
-        broken = ops.logical_and(skipped, ops.logical_not(too_high))
+        broken = skipped
+        if self.dynamic:  # A scale that does not move is never lowered.
+            too_high = ops.logical_and(
+                skipped,
+                ops.logical_and(
+                    ops.convert_to_tensor(loss_finite, "bool"), scale > self.min_scale
+                ),
+            )
+            broken = ops.logical_xor(skipped, too_high)
 
         longer = finite_steps + 1
         grows = ops.logical_and(
             finite, longer >= min(self.dynamic_growth_steps, LARGEST_COUNT)
         )
-        finite_steps = ops.where(finite, longer, finite_steps)
+        starts_anew = ops.logical_or(grows, too_high) if self.dynamic else grows
+        zero = ops.zeros_like(longer)
         finite_steps = ops.where(
-            ops.logical_or(grows, too_high), ops.zeros_like(longer), finite_steps
+            starts_anew, zero, ops.where(finite, longer, finite_steps)
         )
-        consecutive_skips = ops.where(
-            finite, ops.zeros_like(consecutive_skips), consecutive_skips + 1
-        )
-        skipped_steps = ops.where(finite, skipped_steps, skipped_steps + 1)
-        broken_steps = ops.where(broken, broken_steps + 1, broken_steps)
+        consecutive_skips = ops.where(finite, zero, consecutive_skips + 1)
+        skipped_steps = skipped_steps + ops.cast(skipped, skipped_steps.dtype)
+        broken_steps = broken_steps + ops.cast(broken, broken_steps.dtype)
         if self.dynamic:
             grown = ops.minimum(scale * self.growth_factor, self.max_scale)
             backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)

@@ -259,14 +259,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """What `state_variables` come to if the loss of a step was not finite."""
         return self.rule.next(LossScaleState(*values), False, False)
 
-    def _count_nonfinite(self, flags: Any, variables: Sequence[Any]) -> None:
+    def _count_nonfinite(self, codes: Any, variables: Sequence[Any]) -> None:
         indices = [self._get_variable_index(v) for v in variables]
         if indices != list(range(len(self._trainable_variables))):
             # Only some of the variables, or in another order.
-            columns = ops.one_hot(indices, len(self._trainable_variables))
-            flags = ops.matmul(ops.cast(flags, "float32"), columns) > 0
+            columns = ops.one_hot(indices, len(self._trainable_variables), dtype="int8")
+            codes = ops.max(codes[:, np.newaxis] * columns, axis=0)
         step = self.inner_optimizer._iterations.value + self.skip_counter.value + 1
-        self.nonfinite_counts.assign(_counted(self.nonfinite_counts.value, flags, step))
+        self.nonfinite_counts.assign(_counted(self.nonfinite_counts.value, codes, step))
 
     # Building --------------------------------------------------------------------
 
@@ -403,18 +403,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
         looked_at, norm = self._looked_at(narrowed, variables)
-        flags = engine.nonfinite([*looked_at, norm, loss])
-        finite = engine.none_of(flags[:, :-1])
-        loss_flags = flags[:, -1]
-        self._count_nonfinite(flags[:, :-2], variables)
+        codes = engine.nonfinite([*looked_at, norm, loss])
+        finite = engine.all_finite(codes[:-1])
+        loss_finite = engine.all_finite(codes[-1:])
+        self._count_nonfinite(codes[:-2], variables)
         engine.update_if(
             finite,
             update,
             grads,
-            written=self._written(variables),
+            written=functools.partial(self._written, variables),
             branches=self._accumulates(),
         )
-        self._advance(finite, engine.none_of(loss_flags))
+        self._advance(finite, loss_finite)
         # `fit` looks by itself, once it has put back what the step changed.
         told_by_fit = in_train_step() or keras.src.backend.in_stateless_scope()
         if not tracing and not told_by_fit and not finite:
@@ -666,5 +666,7 @@ def _product(loss: Any, scale: Any) -> Any:
     wide = "float64" if keras.backend.standardize_dtype(loss.dtype) == "float64" else (
         "float32"
     )  # fmt: skip
-    factor = ops.where(ops.isfinite(loss), ops.cast(scale, wide), np.nan)
-    return ops.multiply(ops.cast(loss, wide), ops.cast(factor, wide))
+    loss = ops.cast(loss, wide)
+    # No select, of which LLVM would compile a loop for each case.
+    zero_or_nan = ops.stop_gradient(loss - loss)
+    return ops.multiply(loss, ops.cast(scale, wide) + zero_or_nan)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
+from keras_mp.backend.codes import INFINITE, NAN
+
 ROWS = 5
 # How many of the variables concerned a message names.
 NAMED = 3
@@ -25,21 +27,32 @@ class NonfiniteGradient(NamedTuple):
     kind: str
 
 
-def counted(counts: Any, flags: Any, step: Any) -> Any:
+def counted(counts: Any, codes: Any, step: Any) -> Any:
     """Returns the counts after a step.
 
     Args:
         counts: integer tensor of shape (5, variables).
-        flags: bool tensor of shape (2, variables), infinities and nans of the step.
+        codes: integer tensor of shape (variables,): what `engine.nonfinite` found in
+            the gradient of each.
         step: integer scalar, the step's number from 1.
     """
-    flags = ops.cast(flags, counts.dtype)
-    seen = ops.max(flags, axis=0)
-    step = seen * ops.cast(step, counts.dtype)
-    first = ops.where(counts[3] == 0, step, counts[3])
-    more = ops.concatenate([seen[None], flags], axis=0)
-    last = ops.maximum(counts[4], step)
-    return ops.concatenate([counts[:3] + more, first[None], last[None]], axis=0)
+    codes = ops.cast(codes, counts.dtype)
+    concerned = ops.logical_and(codes >= _LOWEST, codes <= _HIGHEST)
+    known = ops.logical_and(_IS_FIRST_STEP, counts != 0)
+    steps = ops.where(known, counts, ops.cast(step, counts.dtype))
+    later = ops.where(_IS_COUNT, counts + 1, steps)
+    return ops.where(concerned, later, counts)
+
+
+def _for_each_row(*values: Any) -> np.ndarray:
+    return np.array(values)[:, np.newaxis]
+
+
+# The codes that concern a row, and what it holds.
+_LOWEST = _for_each_row(INFINITE, INFINITE, NAN, INFINITE, INFINITE)
+_HIGHEST = _for_each_row(NAN, INFINITE, NAN, NAN, NAN)
+_IS_COUNT = _for_each_row(True, True, True, False, False)
+_IS_FIRST_STEP = _for_each_row(False, False, False, True, False)
 
 
 def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:

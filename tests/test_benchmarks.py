@@ -648,7 +648,8 @@ def test_a_seam_is_measured_and_put_back(case):
 @once
 def test_tracing_and_compiling_is_measured():
     found = next(seams.measure("compile-10", "jax", smallest=True))
-    assert set(found["ratios"]) == {"trace", "compile"}
+    own = {"trace, Keras' own wrapper", "compile, Keras' own wrapper"}
+    assert set(found["ratios"]) == {"trace", "compile"} | own
 
 
 # What is asked for --------------------------------------------------------------------

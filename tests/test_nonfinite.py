@@ -7,6 +7,7 @@ from backends import BACKEND, COMPILED, same_bits, stateful_step, tensors, value
 
 import keras_mp
 from keras_mp.backend import engine
+from keras_mp.backend.codes import FINITE, INFINITE, NAN
 
 RNG = np.random.default_rng(0)
 # Checked alone, or with others of their shape; prime lengths; no elements at all.
@@ -26,13 +27,17 @@ def compiled(function, xla=True):
     return function
 
 
-def flags_of(arrays):
-    flags = [
+def codes_of(arrays):
+    codes = [
         keras.ops.convert_to_numpy(compiled(engine.nonfinite, xla)(tensors(arrays)))
         for xla in (True, False)  # TensorFlow has two ways.
     ]
-    np.testing.assert_array_equal(*flags)
-    return flags[0]
+    np.testing.assert_array_equal(*codes)
+    return codes[0]
+
+
+def code_of(array):
+    return NAN if np.isnan(array).any() else INFINITE if np.isinf(array).any() else 0
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 16, 33])
@@ -44,23 +49,22 @@ def test_one_value_among_many_is_found_and_named(shape, number):
     for index, value in zip(RNG.permutation(number), bad, strict=False):
         if arrays[index].size:
             arrays[index].flat[RNG.integers(arrays[index].size)] = value
-    expected = [
-        [np.isinf(a).any() for a in arrays],
-        [np.isnan(a).any() for a in arrays],
-    ]
-    np.testing.assert_array_equal(flags_of(arrays), expected)
+    np.testing.assert_array_equal(codes_of(arrays), [code_of(a) for a in arrays])
+
+
+def test_a_nan_outweighs_an_infinity():
+    arrays = [np.array([np.nan, np.inf, 1.0], "float32"), np.ones(3, "float32")]
+    np.testing.assert_array_equal(codes_of(arrays), [NAN, FINITE])
 
 
 def test_a_nan_that_is_the_square_of_another_is_seen():
     # XLA leaves out the `abs` of a square, and the sign of a nan would stay.
     @compiled
-    def flags(x):
+    def codes(x):
         return engine.nonfinite([keras.ops.square(x), keras.ops.abs(x)])
 
     x = keras.ops.convert_to_tensor(np.array([1.0, NEGATIVE_NAN], "float32"))
-    np.testing.assert_array_equal(
-        keras.ops.convert_to_numpy(flags(x)), [[False, False], [True, True]]
-    )
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(codes(x)), [NAN, NAN])
 
 
 @pytest.mark.parametrize("compiled", COMPILED)

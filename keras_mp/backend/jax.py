@@ -1,7 +1,6 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import keras
 import numpy as np
 from jax import lax
 
+from keras_mp.backend.codes import NAN
 from keras_mp.backend.logs import (
     any_measured,
     loss_is_finite,
@@ -22,12 +22,12 @@ from keras_mp.backend.train_function import make_train_function
 from keras_mp.backend.windows import in_windows
 
 __all__ = [
+    "all_finite",
     "build",
     "check_strategy",
     "compiled",
     "is_tracing",
     "make_train_function",
-    "none_of",
     "nonfinite",
     "optimizer_scope",
     "optimizer_values",
@@ -42,7 +42,7 @@ __all__ = [
 # Gradients up to this many elements are checked together, so that the number of
 # kernels does not grow with the number of variables.
 GROUPED_ELEMENTS = 64 * 1024
-GRADIENTS_IN_A_WORD = 16
+GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
 # Fewer than this of one shape are checked one by one, unless they are as small as this.
 FEW, SMALL_ELEMENTS = 8, 1024
 
@@ -59,13 +59,7 @@ def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
 
     `static`: the places of arguments that are no tensors.
     """
-    jitted = jax.jit(function, static_argnums=static)
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return (function if is_tracing() else jitted)(*args)
-
-    return call
+    return jax.jit(function, static_argnums=static)
 
 
 def outside_trace() -> contextlib.AbstractContextManager:
@@ -127,12 +121,12 @@ def _wide_dtype(x: Any) -> Any:
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:
-    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads)).
+    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
 
     Outside a trace a NumPy array: whether to write is decided there in Python.
     """
-    flags = _nonfinite(list(grads))
-    return flags if isinstance(flags, jax.core.Tracer) else np.asarray(flags)
+    codes = _nonfinite(list(grads))
+    return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
 @compiled
@@ -152,8 +146,7 @@ def _nonfinite(grads: list[Any]) -> Any:
     missing = [index for index, grad in enumerate(grads) if grad is None]
     codes.append(jnp.zeros(len(missing), jnp.int8))
     order = [i for indices in (*alike.values(), missing) for i in indices]
-    code = jnp.concatenate(codes)[np.argsort(order)]
-    return jnp.stack([code == _AN_INFINITY, code == _A_NAN])
+    return jnp.concatenate(codes)[np.argsort(order)]
 
 
 def _codes(grads: list[Any]) -> Any:
@@ -176,9 +169,20 @@ def _codes(grads: list[Any]) -> Any:
 
 @jax.jit  # Traced once for each shape.
 def _word(grads: list[Any]) -> Any:
-    codes = [_code(_bits(grad)) for grad in grads]
-    shifted = [lax.shift_left(c, np.int32(2 * i)) for i, c in enumerate(codes)]
-    return functools.reduce(lax.bitwise_or, shifted)
+    # Constants that stand there once: XLA reads every line.
+    below, above, two, largest = (
+        lax.full(grads[0].shape, np.int32(x)) for x in (_BELOW, _ABOVE, 2, 2**31 - 1)
+    )
+    word = lax.full(grads[0].shape, np.int32(0))
+    for grad in reversed(grads):
+        bits = lax.min(lax.max(_bits(grad), below), above)
+        word = lax.add(lax.shift_left(word, two), bits)
+    # Each code is still too large by `_BELOW`. Integers wrap round.
+    excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
+    word = lax.sub(word, lax.full_like(word, np.uint32(excess).astype(np.int32)))
+    # The remainder is the word itself. It keeps XLA from computing the word once more
+    # for each of its gradients, and words of one shape are one kernel.
+    return lax.rem(word, largest)
 
 
 def _bits(x: Any) -> Any:
@@ -192,7 +196,7 @@ def _bits(x: Any) -> Any:
 
 
 def _code(bits: Any) -> Any:
-    return lax.clamp(_BELOW, bits, np.int32(_BELOW + _A_NAN)) - _BELOW
+    return lax.clamp(_BELOW, bits, _ABOVE) - _BELOW
 
 
 def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
@@ -204,19 +208,18 @@ def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
     return lax.reduce(codes, np.int8(0), lax.max, tuple(range(1, codes.ndim)))
 
 
-# What `_codes` says of a gradient that is not finite.
-_AN_INFINITY, _A_NAN = 1, 2
-# The bits of the largest number.
+# The bits of the largest number, and as far above as NAN is above FINITE.
 _BELOW = np.int32(0x7F7FFFFF)
+_ABOVE = np.int32(_BELOW + NAN)
 
 
-def none_of(flags: Any) -> Any:
-    """Bool scalar: is none of the flags set?"""
-    if not isinstance(flags, jax.core.Tracer):
-        return not flags.any()
+def all_finite(codes: Any) -> Any:
+    """Bool scalar: is each of the codes FINITE?"""
+    if not isinstance(codes, jax.core.Tracer):
+        return not codes.any()
     # The square root keeps XLA from computing the whole reduction once more in each
     # of the selects that read the flag.
-    return jnp.sqrt(jnp.sum(flags.astype(jnp.float32))) == 0
+    return jnp.sqrt(jnp.sum(codes, dtype=jnp.float32)) == 0
 
 
 class SelectingScope(keras.StatelessScope):
@@ -244,7 +247,7 @@ def update_if(
     finite: Any,
     update: Callable[[list[Any]], None],
     grads: list[Any],
-    written: Sequence[Any] | None,
+    written: Callable[[], Sequence[Any] | None],
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)`, whose writes take effect only if `finite`.

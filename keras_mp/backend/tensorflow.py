@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from keras_mp.backend.codes import FINITE, INFINITE, NAN
 from keras_mp.backend.logs import (
     any_measured,
     loss_is_finite,
@@ -24,12 +25,12 @@ from keras_mp.backend.train_function import make_train_function
 from keras_mp.backend.windows import in_windows
 
 __all__ = [
+    "all_finite",
     "build",
     "check_strategy",
     "compiled",
     "is_tracing",
     "make_train_function",
-    "none_of",
     "nonfinite",
     "optimizer_scope",
     "optimizer_values",
@@ -135,7 +136,7 @@ def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
 
 
 def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
-    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads))."""
+    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),)."""
     grads = [_on_values(tf.convert_to_tensor, g) for g in grads]
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
@@ -145,16 +146,16 @@ def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
 
     def exactly() -> tf.Tensor:
         codes = tf.concat([_codes(v) for v in values], axis=0)
-        codes = tf.gather(codes, np.argsort([i for g in groups for i in g]))
-        return tf.stack([codes == _AN_INFINITY, codes == _A_NAN])
+        return tf.gather(codes, np.argsort([i for g in groups for i in g]))
 
     if _compiled_by_xla():
-        return _on_any_replica(exactly())
+        return _of_all_replicas(exactly())
     # The squares take one pass, in a single kernel. They overflow at 1.8e19: only then,
     # or where a gradient is not finite, is each looked at.
     squares = tf.add_n([_sum_of_squares(v) for v in values if v is not None])
-    none = tf.zeros((2, len(grads)), tf.bool)
-    return _on_any_replica(tf.cond(tf.math.is_finite(squares), lambda: none, exactly))
+    finite = tf.fill((len(grads),), tf.constant(FINITE, tf.int8))
+    codes = tf.cond(tf.math.is_finite(squares), lambda: finite, exactly)
+    return _of_all_replicas(codes)
 
 
 def _compiled_by_xla() -> bool:
@@ -175,6 +176,14 @@ def _together(grads: list[Any]) -> Any:
 def _sum_of_squares(values: tf.Tensor) -> tf.Tensor:
     wide = tf.float64 if values.dtype == tf.float64 else tf.float32
     return tf.cast(tf.nn.l2_loss(tf.cast(values, wide)), tf.float32)
+
+
+def _of_all_replicas(codes: tf.Tensor) -> tf.Tensor:
+    """The highest of all replicas' codes."""
+    if tf.distribute.get_replica_context().num_replicas_in_sync == 1:
+        return codes
+    infinite = tf.cast(_on_any_replica(codes == INFINITE), tf.int8) * INFINITE
+    return tf.maximum(infinite, tf.cast(_on_any_replica(codes == NAN), tf.int8) * NAN)
 
 
 def _on_any_replica(flags: tf.Tensor) -> tf.Tensor:
@@ -210,10 +219,11 @@ def _codes(values: Any) -> tf.Tensor:
     if parted:
         shape, axis = parted
         rows = tf.reduce_max(tf.reshape(rows, shape), axis)
-    codes = tf.clip_by_value(rows, _BELOW, _BELOW + _A_NAN) - _BELOW
+    codes = tf.clip_by_value(rows, _BELOW, _BELOW + NAN) - _BELOW
     codes = tf.cast(codes, tf.int8)
-    # Of no elements at all the maximum is the lowest integer: finite.
-    return tf.reduce_max(codes, axis=range(1, codes.shape.rank))
+    largest = tf.reduce_max(codes, axis=range(1, codes.shape.rank))
+    # Of no elements at all the maximum is the lowest integer.
+    return tf.maximum(largest, tf.constant(FINITE, tf.int8))
 
 
 def _bits(x: tf.Tensor) -> tf.Tensor:
@@ -226,28 +236,29 @@ def _bits(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_and(bits, 0x7FFFFFFF)
 
 
-# What `_codes` says of a gradient that is not finite.
-_AN_INFINITY, _A_NAN = 1, 2
 # The bits of the largest number.
 _BELOW = 0x7F7FFFFF
 _WRITING = threading.RLock()
 
 
-def none_of(flags: tf.Tensor) -> tf.Tensor:
-    """Bool scalar: is none of the flags set?"""
+def all_finite(codes: tf.Tensor) -> tf.Tensor:
+    """Bool scalar: is each of the codes FINITE?"""
     # The square root keeps XLA from computing the whole reduction once more in each
     # of the selects that read the flag.
-    return tf.sqrt(tf.reduce_sum(tf.cast(flags, tf.float32))) == 0
+    return tf.sqrt(tf.reduce_sum(tf.cast(codes, tf.float32))) == 0
 
 
 def update_if(
     finite: tf.Tensor,
     update: Callable[[list[Any]], None],
     grads: list[Any],
-    written: Sequence[Any] | None,
+    written: Callable[[], Sequence[Any] | None],
     branches: bool = False,
 ) -> None:
-    """Runs `update(grads)` if `finite`, or takes back what it writes if not."""
+    """Runs `update(grads)` if `finite`, or takes back what it writes if not.
+
+    `written` says what that is, if all of it is known.
+    """
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
         if finite:
             update(grads)
@@ -255,8 +266,9 @@ def update_if(
     # Of the rows of a table that are written a select would read all the others too.
     sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
     selects = _compiled_by_xla() and not (sparse or tf.distribute.has_strategy())
-    if selects and written is not None:
-        with _written_where(finite, written):
+    known = written() if selects else None
+    if known is not None:
+        with _written_where(finite, known):
             update(grads)
         return
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -347,7 +359,7 @@ def undo_skipped(
             skipped,
             functools.partial(_put_back, variables.values()),
             before,
-            written=changing,
+            written=lambda: changing,
         )
         # Keras on TensorFlow creates the variables of metrics within the first step.
         new = [

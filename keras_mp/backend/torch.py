@@ -1,12 +1,12 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from keras_mp.backend.codes import INFINITE, NAN
 from keras_mp.backend.logs import (
     any_measured,
     loss_is_finite,
@@ -15,12 +15,12 @@ from keras_mp.backend.logs import (
 )
 
 __all__ = [
+    "all_finite",
     "build",
     "check_strategy",
     "compiled",
     "is_tracing",
     "make_train_function",
-    "none_of",
     "nonfinite",
     "optimizer_scope",
     "optimizer_values",
@@ -80,43 +80,39 @@ def poison(grads: Sequence[Any]) -> list[Any]:
 
 
 def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
-    """Which gradients hold an infinity, and which a nan: bool, (2, len(grads)).
+    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
 
     In any process: summed over all of them before anyone decides.
     """
     present = [g for g in grads if g is not None]
-    # float64 only where there is some: Apple's GPUs have none.
-    wide = functools.reduce(
-        torch.promote_types, (g.dtype for g in present), torch.float32
-    )
-    zero = torch.zeros((), dtype=wide, device=present[0].device)
-    # torch's maximum is nan wherever one of its elements is. A model may be spread
-    # over several devices: gradients and loss meet on the first gradient's.
-    largest = torch.stack(
-        [zero if g is None or not g.numel() else g.abs().max().to(zero) for g in grads]
-    )
-    return _in_any_process(torch.stack([torch.isinf(largest), torch.isnan(largest)]))
+    codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
+    # The norm takes one pass, in few kernels. Squares overflow at 1.8e19: only then, or
+    # where a gradient is not finite, is each looked at.
+    if not torch.isfinite(torch.nn.utils.get_total_norm(present)):
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                found = INFINITE * grad.isinf().any() + NAN * grad.isnan().any()
+                codes[index] = found.clamp(max=NAN)
+    return _highest_of_all_processes(codes)
 
 
-def _in_any_process(flags: torch.Tensor) -> torch.Tensor:
-    """Which flags are set in any process: all of them come here at the same step."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return flags
-    count = flags.to(torch.float32)
-    torch.distributed.all_reduce(count)
-    return count > 0
+def _highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
+    """The maximum over all processes, which all come here at the same step."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return values
 
 
-def none_of(flags: torch.Tensor) -> torch.Tensor:
-    """Bool scalar: is none of the flags set?"""
-    return ~flags.any()
+def all_finite(codes: torch.Tensor) -> torch.Tensor:
+    """Bool scalar: is each of the codes FINITE?"""
+    return ~codes.any()
 
 
 def update_if(
     finite: torch.Tensor,
     update: Callable[[list[Any]], None],
     grads: list[Any],
-    written: Sequence[Any] | None,
+    written: Callable[[], Sequence[Any] | None],
     branches: bool = False,
 ) -> None:
     """Runs `update(grads)` if `finite`."""
@@ -154,14 +150,13 @@ def undo_skipped(
     def undoing(data: Any) -> Any:
         variables = model.non_trainable_variables + model.metrics_variables
         before = [v.value.detach().clone() for v in variables]
-        measured = any_measured([v.value for v in model.metrics_variables])
         own = [v.value.detach().clone() for v in optimizer.state_variables]
         count = int(optimizer.skip_counter.value)
         logs = step(data)
         if int(optimizer.skip_counter.value) == count:
             return told(logs)
         # All processes have skipped, so all are here to tell each other of their loss.
-        if _in_any_process(~loss_is_finite(logs)):
+        if _highest_of_all_processes((~loss_is_finite(logs)).to(torch.int8)):
             blameless = optimizer.state_after_broken_step(own)
             for variable, value in zip(
                 optimizer.state_variables, blameless, strict=True
@@ -169,6 +164,7 @@ def undo_skipped(
                 variable.assign(value)
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
+        measured = any_measured([v.value for v in model.metrics_variables])
         return told(without_step(logs, model.get_metrics_result(), True, measured))
 
     def told(logs: Any) -> Any:

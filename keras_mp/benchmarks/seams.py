@@ -3,6 +3,7 @@
 A layer's call, `import keras_mp`, a step of `fit`, tracing and compiling a step.
 """
 
+import gc
 import random
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from keras_mp.benchmarks.cases import BACKENDS, case_named
 from keras_mp.benchmarks.origin import origin
 from keras_mp.benchmarks.pairs import (
     CONTROL,
-    Quartiles,
     is_conclusive,
     quartiles,
     time_in_pairs,
@@ -39,7 +39,13 @@ SECONDS = 8.0
 LIMIT = 300.0
 CALLS = 200  # of a layer, in what is timed as a step: the seams come and go before it
 IMPORTS = 7
-COMPILATIONS = {"compile-10": 5, "compile-100": 3, "compile-1000": 1}
+# How often, and what: a thousand variables take Keras' own wrapper too long.
+_BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
+COMPILATIONS = {
+    "compile-10": (9, _BOTH),
+    "compile-100": (5, _BOTH),
+    "compile-1000": (1, {"keras_mp": ""}),
+}
 
 
 def jobs(
@@ -95,8 +101,10 @@ def measure(
     elif case == "import":
         found = {"seconds": {"import keras_mp": _imports(1 if smallest else IMPORTS)}}
     else:
-        name, number = case.replace("compile", "no-jit"), COMPILATIONS[case]
-        found = {"ratios": _compilations(name, 1 if smallest else number, smallest)}
+        number, names = COMPILATIONS[case]
+        sizes = case.replace("compile", "no-jit")
+        rounds = 1 if smallest else number
+        found = {"ratios": _compilations(sizes, names, rounds, smallest)}
     yield {**origin(), **found}
 
 
@@ -222,23 +230,43 @@ def _imports(number: int) -> dict[str, float]:
 # Tracing and compiling ----------------------------------------------------------------
 
 
-def _compilations(case: str, number: int, smallest: bool) -> dict[str, Any]:
+def _compilations(
+    case: str, names: dict[str, str], number: int, smallest: bool
+) -> dict[str, Any]:
+    steps = engine("jax")
+    makers = {name: steps.scaled[name] for name in names}
+    makers[""] = steps.unscaled["keras"]
+    ratios: dict[str, list[float]] = {}
     order = random.Random(0)
-    ratios: dict[str, list[float]] = {"trace": [], "compile": []}
-    # What Python and JAX do but once is done in a small round, which does not count.
+    # What Python does but once is done in a small round, which does not count.
     for tiny in (True, *[smallest] * number):
-        both = [("ours", engine("jax").scaled["keras_mp"]),
-                ("base", engine("jax").unscaled["keras"])]  # fmt: skip
-        order.shuffle(both)
-        times = {}
-        for name, make in both:
-            step: Any = make(case_named(case).problem(tiny), True)
-            start = time.perf_counter()
-            lowered = step.step.lower(*step.arguments())
-            middle = time.perf_counter()
-            lowered.compile()
-            times[name] = (middle - start, time.perf_counter() - middle)
-        for what, ours, base in zip(ratios, times["ours"], times["base"], strict=True):
-            ratios[what].append(ours / base)
-    found: dict[str, Quartiles] = {w: quartiles(r[1:]) for w, r in ratios.items()}
-    return {what: q._asdict() for what, q in found.items()}
+        times = {
+            name: _stages(makers[name](case_named(case).problem(tiny), True))
+            for name in order.sample(list(makers), len(makers))
+        }
+        for name, words in names.items():
+            for what in ("trace", "compile"):
+                ratio = times[name][what] / times[""][what]
+                ratios.setdefault(what + words, []).append(ratio)
+    return {what: quartiles(found[1:])._asdict() for what, found in ratios.items()}
+
+
+def _stages(step: Any) -> dict[str, float]:
+    """Seconds that JAX takes for a step of which it knows nothing yet, by its stages.
+
+    "compile" is lowering and compiling.
+    """
+    import jax
+
+    arguments = step.arguments()
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()  # It would come in the middle, now on one side and now on the other.
+    try:
+        start = time.perf_counter()
+        traced = step.step.trace(*arguments)
+        middle = time.perf_counter()
+        traced.lower().compile()
+        return {"trace": middle - start, "compile": time.perf_counter() - middle}
+    finally:
+        gc.enable()

@@ -18,7 +18,7 @@ from keras_mp.benchmarks.steps import EPSILON, LEARNING_RATE, SCALE
 
 
 class JaxStep:
-    """A step `(state, batch) -> state` of a stateless model; state is donated.
+    """A step `(state, batch) -> (state, loss)`; the state is donated.
 
     The state is (trainable, non-trainable, the optimizer's).
     """
@@ -39,7 +39,7 @@ class JaxStep:
     def run(self, steps: int, poisoned: bool = False) -> None:
         state, batch = self._state, self._batches[poisoned]
         for _ in range(steps):
-            state = self.step(state, batch)
+            state, _ = self.step(state, batch)
         self._state = jax.block_until_ready(state)
 
     def weights(self) -> list[np.ndarray]:
@@ -50,12 +50,13 @@ class JaxStep:
         return self._state, self._batches[0]
 
     def loss(self, trainable: Any, non_trainable: Any, batch: Any) -> tuple[Any, Any]:
-        """The mean loss of a batch, and the non-trainable variables after it."""
+        """The mean loss of a batch, and (it, the non-trainable variables after it)."""
         x, y, weights = batch
         y_pred, updated = self._model.stateless_call(
             trainable, non_trainable, x, training=True
         )
-        return jnp.mean(weights * self._loss(y, y_pred)), updated
+        loss = jnp.mean(weights * self._loss(y, y_pred))
+        return loss, (loss, updated)
 
     def initial(self, trainable: Any) -> Any:
         """The optimizer's state before the first step."""
@@ -88,13 +89,13 @@ class KerasAdam(JaxStep):
         trainable, non_trainable, own = state
 
         def scaled_loss(trainable: Any) -> Any:
-            loss, updated = self.loss(trainable, non_trainable, batch)
-            return self.scaled(own, loss), (loss, updated)
+            loss, found = self.loss(trainable, non_trainable, batch)
+            return self.scaled(own, loss), found
 
         grad_fn = jax.value_and_grad(scaled_loss, has_aux=True)
         (_, (loss, updated)), grads = grad_fn(trainable)
         trainable, own = self.applied(own, grads, trainable, loss)
-        return trainable, self.kept(own, non_trainable, updated), own
+        return (trainable, self.kept(own, non_trainable, updated), own), loss
 
     def applied(self, own: Any, grads: Any, trainable: Any, loss: Any) -> Any:
         return self._optimizer.stateless_apply(own, grads, trainable)
@@ -162,18 +163,19 @@ class OptaxAdam(JaxStep):
         def loss(trainable: Any) -> Any:
             return self.loss(trainable, non_trainable, batch)
 
-        grads, updated, scale, finite = self.unscaled(loss, scale, trainable)
+        grads, found, scale, finite = self.unscaled(loss, scale, trainable)
         after, own_after = self.stepped(grads, own, trainable)
         if finite is not None:
             after, own_after = self.selected(
                 finite, (after, own_after), (trainable, own)
             )
-        return after, updated, (own_after, scale)
+        value, updated = found
+        return (after, updated, (own_after, scale)), value
 
     def unscaled(self, loss: Callable, scale: Any, trainable: Any) -> Any:
-        """(gradients, non-trainable variables, the scale after it, finite or None)."""
-        grads, updated = jax.grad(loss, has_aux=True)(trainable)
-        return grads, updated, scale, None
+        """(gradients, what `loss` found, the scale after it, finite or None)."""
+        grads, found = jax.grad(loss, has_aux=True)(trainable)
+        return grads, found, scale, None
 
     def stepped(self, grads: Any, own: Any, trainable: Any) -> tuple[Any, Any]:
         import optax
@@ -208,8 +210,8 @@ class ApplyIfFinite(OptaxAdam):
 
     def unscaled(self, loss: Callable, scale: Any, trainable: Any) -> Any:
         def scaled(trainable: Any) -> Any:
-            value, updated = loss(trainable)
-            return value * SCALE, updated
+            value, found = loss(trainable)
+            return value * SCALE, found
 
         return super().unscaled(scaled, scale, trainable)
 
@@ -226,10 +228,10 @@ class Flax(OptaxAdam):
         )
 
     def unscaled(self, loss: Callable, scale: Any, trainable: Any) -> Any:
-        scale, finite, (_, updated), grads = scale.value_and_grad(loss, has_aux=True)(
+        scale, finite, (_, found), grads = scale.value_and_grad(loss, has_aux=True)(
             trainable
         )
-        return grads, updated, scale, finite
+        return grads, found, scale, finite
 
 
 class Jmp(OptaxAdam):
@@ -246,13 +248,13 @@ class Jmp(OptaxAdam):
         import jmp
 
         def scaled(trainable: Any) -> Any:
-            value, updated = loss(trainable)
-            return scale.scale(value), updated
+            value, found = loss(trainable)
+            return scale.scale(value), found
 
-        grads, updated = jax.grad(scaled, has_aux=True)(trainable)
+        grads, found = jax.grad(scaled, has_aux=True)(trainable)
         grads = scale.unscale(grads)
         finite = jmp.all_finite(grads)
-        return grads, updated, scale.adjust(finite), finite
+        return grads, found, scale.adjust(finite), finite
 
     def selected(self, finite: Any, after: Any, before: Any) -> Any:
         import jmp
@@ -276,10 +278,10 @@ class Mpx(OptaxAdam):
         import mpx
 
         scaled = mpx.scaled(loss, scale, has_aux=True)
-        grads, updated = jax.grad(scaled, has_aux=True)(trainable)
+        grads, found = jax.grad(scaled, has_aux=True)(trainable)
         finite = mpx.all_finite(grads)
         scale = scale.adjust(finite)
-        return scale.unscale(grads), updated, scale, finite
+        return scale.unscale(grads), found, scale, finite
 
     def selected(self, finite: Any, after: Any, before: Any) -> Any:
         import mpx
