@@ -37,8 +37,10 @@ def counted(counts: Any, codes: Any, step: Any) -> Any:
         step: integer scalar, the step's number from 1.
     """
     codes = ops.cast(codes, counts.dtype)
-    concerned = ops.logical_and(codes >= _LOWEST, codes <= _HIGHEST)
-    known = ops.logical_and(_IS_FIRST_STEP, counts != 0)
+    concerned = ops.logical_and(
+        ops.greater_equal(codes, _LOWEST), ops.less_equal(codes, _HIGHEST)
+    )
+    known = ops.logical_and(_IS_FIRST_STEP, ops.not_equal(counts, 0))
     steps = ops.where(known, counts, ops.cast(step, counts.dtype))
     later = ops.where(_IS_COUNT, counts + 1, steps)
     return ops.where(concerned, later, counts)
