@@ -350,7 +350,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         """Updates the variables, or skips the step if a gradient is not finite.
 
-        Gradients are unscaled here, unless `unscale` did it.
+        Gradients are unscaled here, unless `unscale` did it; on torch those that are
+        the `.grad` of their variable in place, as by torch's own GradScaler.
 
         Args:
             grads: gradients, one for each variable, None where there is none.
@@ -430,7 +431,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self, variables: Sequence[Any], grads: Sequence[Any], scaled: bool = False
     ) -> None:
         if scaled:
-            grads = self._divided(grads, variables, self.dynamic_scale.value)
+            scale = self.dynamic_scale.value
+            grads = self._divided(grads, variables, scale, in_place=True)
         self.inner_optimizer.apply(grads, variables)
 
     def _written(self, variables: Sequence[Any]) -> list[Any] | None:
@@ -449,7 +451,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.rule.min_scale >= 1 and not narrow and not clipped
 
     def _divided(
-        self, grads: Sequence[Any], variables: Sequence[Any], scale: Any
+        self,
+        grads: Sequence[Any],
+        variables: Sequence[Any],
+        scale: Any,
+        in_place: bool = False,
     ) -> list[Any]:
         # A variable that is overwritten with its "gradient" (float8 scales) gets a
         # value that no loss scale went into.
@@ -457,6 +463,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         unscaled = engine.unscale(
             [None if o else g for g, o in zip(grads, overwritten, strict=True)],
             ops.divide(1.0, scale),
+            variables if in_place else None,
         )
         return [
             g if o else u

@@ -332,6 +332,37 @@ def test_the_usual_torch_loop():
     assert_close(variables, float32_training(8))
 
 
+@only_torch
+def test_the_grad_of_a_variable_is_unscaled_in_place_and_nothing_else_is():
+    optimizer = growing()
+    variables, _ = linear_model()
+    kernel, bias = (v.value for v in variables)
+    for finite in (True, False):
+        kernel.grad = kernel.detach().new_full((2, 1), 4.0 if finite else np.inf)
+        given = [kernel.grad, bias.detach().new_full((1,), 8.0)]
+        optimizer.scale_loss(1.0)
+        optimizer.apply(given, variables)
+        # The scale is 4. A skipped step leaves all as it was.
+        assert kernel.grad is given[0]
+        assert (kernel.grad == (1.0 if finite else np.inf)).all()
+        assert given[1] == 8.0
+    np.testing.assert_allclose(values(variables)[1], [-0.2], rtol=1e-6)
+
+
+@only_torch
+def test_unscale_leaves_the_grads_of_variables_alone():
+    optimizer = growing()
+    variables, loss = linear_model()
+    optimizer.build(variables)
+    optimizer.scale_loss(loss()).backward()
+    grads = [v.value.grad for v in variables]
+    before = [g.clone() for g in grads]
+    unscaled = optimizer.unscale(grads)
+    for grad, old, new in zip(grads, before, unscaled, strict=True):
+        assert (grad == old).all()
+        assert (new == old / 4).all()
+
+
 def test_optimizer_variables_of_another_number_are_refused():
     optimizer = growing()
     with pytest.raises(ValueError, match="Received: 1 values for"):

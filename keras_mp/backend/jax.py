@@ -86,7 +86,9 @@ def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+def unscale(
+    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
+) -> list[Any]:
     """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
     return _map_present(_unscale, grads, inverse_scale)
 

@@ -106,7 +106,9 @@ def optimizer_scope(model: Any) -> Iterator[None]:
         yield
 
 
-def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+def unscale(
+    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
+) -> list[Any]:
     """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
 
     def multiply(values: tf.Tensor) -> tf.Tensor:

@@ -61,14 +61,25 @@ def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
-    """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
-    return [
-        None
-        if g is None
-        else g.to(torch.promote_types(g.dtype, torch.float32)) * inverse_scale
-        for g in grads
-    ]
+def unscale(
+    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
+) -> list[Any]:
+    """Multiplies each gradient by `inverse_scale` in float32; None stays None.
+
+    What is the `.grad` of one of `variables` is multiplied where it is, as torch's own
+    GradScaler does it: a copy of all gradients costs more than the product.
+    """
+
+    def multiplied(grad: Any, variable: Any) -> Any:
+        if grad is None:
+            return None
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        own = variable is not None and wide is variable.value.grad
+        if own and not wide.requires_grad:
+            return wide.mul_(inverse_scale)
+        return wide * inverse_scale
+
+    return list(map(multiplied, grads, variables or [None] * len(grads)))
 
 
 def poison(grads: Sequence[Any]) -> list[Any]:
