@@ -81,7 +81,18 @@ def _of_this_backend(inner: Any) -> Any:
     )
 
 
-def is_keras_own(inner: Any, variables: Sequence[Any]) -> bool:
+def ever_accumulates(inner: Any) -> bool:
+    """Whether it accumulates gradients, or one within it does."""
+    parts = getattr(inner, "optimizers", [inner])
+    return any(part.gradient_accumulation_steps for part in parts)
+
+
+def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
+    """What an update writes by `assign`; None if it may write something else."""
+    return [*variables, *inner.variables] if _is_keras_own(inner, variables) else None
+
+
+def _is_keras_own(inner: Any, variables: Sequence[Any]) -> bool:
     """Whether an update runs Keras' code alone, whose every write is an `assign`."""
     parts = [inner, *getattr(inner, "optimizers", ())]
     rates = [getattr(part, "_learning_rate", None) for part in parts]

@@ -12,15 +12,16 @@ from keras import ops
 
 from keras_mp import checkpoint
 from keras_mp.backend import engine
-from keras_mp.global_norm import clips_by_global_norm, squares
 from keras_mp.gradient_check import check_gradients
 from keras_mp.gradient_stage import GradientStage, in_train_step
+from keras_mp.incoming_gradients import divided, narrowed, stay_finite, to_look_at
 from keras_mp.inner_optimizer import (
     checked_inner,
+    ever_accumulates,
     hold,
-    is_keras_own,
     refuse_inner_arguments,
     start_averages,
+    written_by,
 )
 from keras_mp.loss_scale import LossScaleRule, LossScaleState
 from keras_mp.nonfinite import ROWS, NonfiniteGradient, counted, report
@@ -331,7 +332,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         known = len(grads) == len(self._trainable_variables)
         variables = self._trainable_variables if known else [None] * len(grads)
         self.underflow_watch.look(grads, variables)
-        return engine.poison(self._divided(grads, variables, scale))
+        return engine.poison(divided(grads, variables, scale))
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """`scale_loss` under its tf.keras name."""
@@ -391,20 +392,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         update = functools.partial(self._update, variables)
         if self._stage.take(tracing):
             self.underflow_watch.look(grads, variables)
-            if self._stay_finite(variables):
+            if stay_finite(variables, self.inner_optimizer, self.rule.min_scale):
                 # Where they are written: TensorFlow's graphs reuse their memory there.
                 update = functools.partial(self._update, variables, scaled=True)
             else:
-                grads = self._divided(grads, variables, self.dynamic_scale.value)
-        narrowed = self._narrowed(grads, variables)
-        if self._accumulates():
+                grads = divided(grads, variables, self.dynamic_scale.value)
+        narrow = narrowed(grads, variables)
+        accumulates = ever_accumulates(self.inner_optimizer)
+        if accumulates:
             # Keras adds them to accumulators of that dtype, in branches of a `cond`,
             # where neither JAX nor TensorFlow adds float32 to float16.
-            grads = narrowed
+            grads = narrow
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
-        looked_at, norm = self._looked_at(narrowed, variables)
-        codes = engine.nonfinite([*looked_at, norm, loss])
+        found, norm = to_look_at(narrow, variables, self.inner_optimizer)
+        codes = engine.nonfinite([*found, norm, loss])
         finite = engine.all_finite(codes[:-1])
         loss_finite = engine.all_finite(codes[-1:])
         self._count_nonfinite(codes[:-2], variables)
@@ -412,8 +414,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite,
             update,
             grads,
-            written=functools.partial(self._written, variables),
-            branches=self._accumulates(),
+            written=functools.partial(written_by, self.inner_optimizer, variables),
+            branches=accumulates,
         )
         self._advance(finite, loss_finite)
         # `fit` looks by itself, once it has put back what the step changed.
@@ -432,77 +434,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         if scaled:
             scale = self.dynamic_scale.value
-            grads = self._divided(grads, variables, scale, in_place=True)
+            grads = divided(grads, variables, scale, in_place=True)
         self.inner_optimizer.apply(grads, variables)
-
-    def _written(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What an update writes by `assign`; None if it may write something else."""
-        inner = self.inner_optimizer
-        known = is_keras_own(inner, variables)
-        return [*variables, *inner.variables] if known else None
-
-    def _stay_finite(self, variables: Sequence[Any]) -> bool:
-        """Whether gradients that are finite are so once they are unscaled, and cast.
-
-        Nothing else is looked at then: not their squares, for global clipping.
-        """
-        narrow = any(_narrow_dtype(v) for v in variables)
-        clipped = clips_by_global_norm(self.inner_optimizer)
-        return self.rule.min_scale >= 1 and not narrow and not clipped
-
-    def _divided(
-        self,
-        grads: Sequence[Any],
-        variables: Sequence[Any],
-        scale: Any,
-        in_place: bool = False,
-    ) -> list[Any]:
-        # A variable that is overwritten with its "gradient" (float8 scales) gets a
-        # value that no loss scale went into.
-        overwritten = [self._overwrite_variable_with_gradient(v) for v in variables]
-        unscaled = engine.unscale(
-            [None if o else g for g, o in zip(grads, overwritten, strict=True)],
-            ops.divide(1.0, scale),
-            variables if in_place else None,
-        )
-        return [
-            g if o else u
-            for g, o, u in zip(grads, overwritten, unscaled, strict=True)
-        ]  # fmt: skip
-
-    def _narrowed(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients in the dtype of float16 and bfloat16 variables, others as they are.
-
-        Keras' optimizers cast them so, and what was finite may then not be.
-        """
-        dtypes = [_narrow_dtype(v) for v in variables]
-        return [
-            ops.cast(g, d) if d and g is not None else g
-            for g, d in zip(grads, dtypes, strict=True)
-        ]
-
-    def _looked_at(
-        self, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> tuple[Sequence[Any], Any]:
-        """What tells whether gradients are finite: they themselves, or their squares.
-
-        The second is the square of their norm, or None.
-        """
-        clipped = clips_by_global_norm(self.inner_optimizer) and all(
-            g is None
-            or (
-                getattr(g, "dense_shape", None) is None
-                and keras.backend.standardize_dtype(g.dtype) == "float32"
-                and not self._overwrite_variable_with_gradient(v)
-            )
-            for g, v in zip(grads, variables, strict=True)
-        )
-        return squares(grads) if clipped else (grads, None)
-
-    def _accumulates(self) -> bool:
-        inner = self.inner_optimizer
-        parts = getattr(inner, "optimizers", [inner])
-        return any(part.gradient_accumulation_steps for part in parts)
 
     # Stateless use ---------------------------------------------------------------
 
@@ -640,11 +573,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # not: it would load the inner optimizer, of which it writes a second copy.
         hidden = [] if self._inner_follows else ["inner_optimizer"]
         return [name for name in super().__dir__() if name not in hidden]
-
-
-def _narrow_dtype(variable: Any) -> str | None:
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype if dtype in ("float16", "bfloat16") else None
 
 
 _next = engine.compiled(LossScaleRule.next, static=(0,))
