@@ -409,7 +409,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         codes = engine.nonfinite([*found, norm, loss])
         finite = engine.all_finite(codes[:-1])
         loss_finite = engine.all_finite(codes[-1:])
-        self._count_nonfinite(codes[:-2], variables)
+        if tracing or not finite:  # Eagerly it is known, and there is nothing to count.
+            self._count_nonfinite(codes[:-2], variables)
         engine.update_if(
             finite,
             update,

@@ -270,3 +270,57 @@ def test_a_batch_without_a_loss_does_not_report_the_best_one():
     assert np.isnan(
         model.train_on_batch(X[:8] * np.nan, Y[:8], return_dict=True)["loss"]
     )
+
+
+class Averaging(keras.Model):
+    """Keeps a frozen teacher at an average of itself, as `train_step` of its own."""
+
+    def train_step(self, *args):
+        teacher = self.layers[-1]
+        for weight in teacher.weights:
+            weight.assign(weight * 0.5)
+            weight.assign_add(keras.ops.ones_like(weight))
+        return super().train_step(*args)
+
+
+def frozen_model(**kwargs):
+    with keras_mp.policy_scope("mixed_float16"):
+        inputs = keras.Input((4,))
+        teacher = keras.layers.Dense(300, name="teacher")
+        outputs = keras.layers.Dense(1)(inputs)
+        model = Averaging(inputs, [outputs, teacher(inputs)])
+    teacher.trainable = False
+    optimizer = keras_mp.LossScaleOptimizer("sgd", initial_scale=256.0)
+    model.compile(optimizer, ["mse", None], **kwargs)
+    return model, teacher
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="train_step of JAX is another")
+def test_frozen_weights_that_a_skipped_step_assigned_to_are_what_they_were():
+    model, teacher = frozen_model()
+    before = values(teacher.weights)
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        model.fit(np.full((8, 4), np.inf, "float32"), Y[:8], verbose=0)
+    assert same_bits(before, values(teacher.weights))
+    model.fit(X[:8], Y[:8], verbose=0)
+    wanted = [b * 0.5 + 1 for b in before]
+    assert same_bits(wanted, values(teacher.weights))
+    assert "_direct_assign" not in vars(teacher.kernel)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="tensors that are copied")
+def test_frozen_weights_are_not_copied_at_each_step(monkeypatch):
+    import torch
+
+    model, teacher = frozen_model()
+    monkeypatch.setattr(Averaging, "train_step", keras.Model.train_step)
+    copied = []
+    original = torch.Tensor.clone
+
+    def clone(tensor, *args, **kwargs):
+        copied.append(tuple(tensor.shape))
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert copied and tuple(teacher.kernel.shape) not in copied

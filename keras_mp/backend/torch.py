@@ -1,7 +1,7 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -155,15 +155,18 @@ def undo_skipped(
     """Wraps a train step so that one which the optimizer skips leaves no trace.
 
     Non-trainable variables, metrics and the logs made of them are what they were, and
-    so is the loss scale if the loss itself was not finite.
+    so is the loss scale if the loss itself was not finite. Frozen weights, which may be
+    nearly all there are, are not copied unless the step assigns to them.
     """
 
     def undoing(data: Any) -> Any:
-        variables = model.non_trainable_variables + model.metrics_variables
-        before = [v.value.detach().clone() for v in variables]
+        frozen = _frozen_weights(model)
+        changing = model.non_trainable_variables + model.metrics_variables
+        before = [_with_value(v) for v in changing if id(v) not in frozen]
         own = [v.value.detach().clone() for v in optimizer.state_variables]
         count = int(optimizer.skip_counter.value)
-        logs = step(data)
+        with _noting_writes(frozen.values(), before):
+            logs = step(data)
         if int(optimizer.skip_counter.value) == count:
             return told(logs)
         # All processes have skipped, so all are here to tell each other of their loss.
@@ -173,7 +176,7 @@ def undo_skipped(
                 optimizer.state_variables, blameless, strict=True
             ):
                 variable.assign(value)
-        for variable, value in zip(variables, before, strict=True):
+        for variable, value in before:
             variable.assign(value)
         measured = any_measured([v.value for v in model.metrics_variables])
         return told(without_step(logs, model.get_metrics_result(), True, measured))
@@ -188,6 +191,41 @@ def undo_skipped(
         )
 
     return undoing
+
+
+def _with_value(variable: Any) -> tuple[Any, torch.Tensor]:
+    return variable, variable.value.detach().clone()
+
+
+def _frozen_weights(model: Any) -> dict[int, Any]:
+    """Weights that `trainable = False` on a layer keeps as they are, by their id."""
+    layers = model._flatten_layers()
+    weights = (v for layer in layers for v in layer._trainable_variables)
+    return {id(v): v for v in weights if not v.trainable}
+
+
+@contextlib.contextmanager
+def _noting_writes(
+    variables: Iterable[Any], before: list[tuple[Any, torch.Tensor]]
+) -> Iterator[None]:
+    """Adds a variable and its value to `before` where it is assigned to."""
+
+    def noting(variable: Any) -> Callable[[Any], None]:
+        write = variable._direct_assign
+
+        def assign(value: Any) -> None:
+            if all(variable is not noted for noted, _ in before):
+                before.append(_with_value(variable))
+            write(value)
+
+        return assign
+
+    with contextlib.ExitStack() as undone:
+        for variable in variables:
+            # In place of the method of its class, and of this variable alone.
+            variable._direct_assign = noting(variable)
+            undone.callback(delattr, variable, "_direct_assign")
+        yield
 
 
 def build(model: Any, *args: Any) -> None:
