@@ -9,6 +9,7 @@ from keras_mp.tables import Table, in_bytes
 
 PRECISIONS = ("float32", "tf32", "mixed_float16", "mixed_bfloat16")
 NOT_MEASURED = "not measured"
+NOT_COUNTED = "not counted"  # by torch on CPUs
 _SHORT = {"float32": "float32", "tf32": "float32, TF32", "mixed_float16": "float16",
           "mixed_bfloat16": "bfloat16"}  # fmt: skip
 _COLUMNS = (
@@ -71,7 +72,7 @@ def _cells(speed: Record | None, base: Record) -> tuple[str, ...]:
         str(speed["batch"]),
         f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}",
         f"{rate / unscaled['median']:.2f}" if unscaled else "",
-        in_bytes(speed["peak_bytes"]),
+        in_bytes(speed["peak_bytes"]) if speed["peak_bytes"] else NOT_COUNTED,
         "" if share is None else f"{share:.0%}",
     )
 
