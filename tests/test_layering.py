@@ -42,6 +42,7 @@ LAYERS = [
         "checkpoint",
         "gradient_stage",
         "hardware",
+        "incoming_gradients",
         "inner_optimizer",
         "loss_scale_optimizer",
         "optimizer_log",
