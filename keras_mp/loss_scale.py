@@ -158,11 +158,14 @@ class LossScaleRule:
             finite, longer >= min(self.dynamic_growth_steps, LARGEST_COUNT)
         )
         starts_anew = ops.logical_or(grows, too_high) if self.dynamic else grows
-        zero = ops.zeros_like(longer)
         finite_steps = ops.where(
-            starts_anew, zero, ops.where(finite, longer, finite_steps)
+            starts_anew,
+            ops.zeros_like(longer),
+            ops.where(finite, longer, finite_steps),
         )
-        consecutive_skips = ops.where(finite, zero, consecutive_skips + 1)
+        consecutive_skips = ops.where(
+            finite, ops.zeros_like(consecutive_skips), consecutive_skips + 1
+        )
         skipped_steps = skipped_steps + ops.cast(skipped, skipped_steps.dtype)
         broken_steps = broken_steps + ops.cast(broken, broken_steps.dtype)
         if self.dynamic:

@@ -409,7 +409,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         codes = engine.nonfinite([*found, norm, loss])
         finite = engine.all_finite(codes[:-1])
         loss_finite = engine.all_finite(codes[-1:])
-        if tracing or not finite:  # Eagerly it is known, and there is nothing to count.
+        stateless = keras.src.backend.in_stateless_scope()
+        # Eagerly it is known whether there is something to count.
+        if tracing or stateless or not finite:
             self._count_nonfinite(codes[:-2], variables)
         engine.update_if(
             finite,
@@ -420,7 +422,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         self._advance(finite, loss_finite)
         # `fit` looks by itself, once it has put back what the step changed.
-        told_by_fit = in_train_step() or keras.src.backend.in_stateless_scope()
+        told_by_fit = in_train_step() or stateless
         if not tracing and not told_by_fit and not finite:
             self.raise_if_diverged()
 
@@ -435,7 +437,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         if scaled:
             scale = self.dynamic_scale.value
-            grads = divided(grads, variables, scale, in_place=True)
+            in_place = not keras.src.backend.in_stateless_scope()
+            grads = divided(grads, variables, scale, in_place)
         self.inner_optimizer.apply(grads, variables)
 
     # Stateless use ---------------------------------------------------------------

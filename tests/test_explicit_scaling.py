@@ -350,6 +350,29 @@ def test_the_grad_of_a_variable_is_unscaled_in_place_and_nothing_else_is():
 
 
 @only_torch
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["own first", "own last"])
+def test_a_gradient_that_two_variables_share_is_divided_once(order):
+    optimizer = growing()
+    variables = [keras.Variable(np.zeros(2, "float32")) for _ in range(2)]
+    first = variables[0].value
+    first.grad = first.detach().new_full((2,), 4.0)
+    optimizer.scale_loss(1.0)
+    optimizer.apply([first.grad, first.grad.view(2)], [variables[i] for i in order])
+    for value in values(variables):
+        np.testing.assert_allclose(value, [-0.1, -0.1], rtol=1e-6)
+
+
+@only_torch
+def test_a_loss_may_be_a_whole_number():
+    optimizer = growing()
+    variables, _ = linear_model()
+    grads = [v.value.detach() * 0 + 4.0 for v in variables]
+    optimizer.scale_loss(1.0)
+    optimizer.apply(grads, variables, loss=1)
+    assert int(optimizer.iterations) == 1
+
+
+@only_torch
 def test_unscale_leaves_the_grads_of_variables_alone():
     optimizer = growing()
     variables, loss = linear_model()

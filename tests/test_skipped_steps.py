@@ -308,6 +308,47 @@ def test_frozen_weights_that_a_skipped_step_assigned_to_are_what_they_were():
     assert "_direct_assign" not in vars(teacher.kernel)
 
 
+class WritesItself(keras.layers.Dense):
+    def call(self, inputs):
+        self.kernel.assign(self.kernel)
+        return super().call(inputs)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="variables are assigned to eagerly")
+def test_a_frozen_weight_assigned_to_within_a_layer_keeps_its_precision():
+    with keras_mp.policy_scope("mixed_float16"):
+        inputs = keras.Input((4,))
+        frozen = WritesItself(3, trainable=False)
+        model = keras.Model(inputs, keras.layers.Dense(1)(frozen(inputs)))
+    model.compile(keras_mp.LossScaleOptimizer("sgd", initial_scale=256.0), "mse")
+    frozen.set_weights([np.full((4, 3), 1e6 + 1 / 16, "float32"), np.zeros(3)])
+    before = values(frozen.weights)
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        model.fit(np.full((8, 4), np.inf, "float32"), Y[:8], verbose=0)
+    assert same_bits(before, values(frozen.weights))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="variables are assigned to eagerly")
+def test_a_step_within_a_step_notes_writes_and_leaves_the_outer_one_to_it():
+    class Outer(Averaging):
+        def train_step(self, *args):
+            result = super().train_step(*args)
+            self.inner.train_on_batch(X[:8], Y[:8])
+            self.teacher.kernel.assign(self.teacher.kernel * 2.0)
+            return result
+
+    model, teacher = frozen_model()
+    outer = Outer(model.inputs, model.outputs)
+    outer.inner, outer.teacher = model, teacher
+    optimizer = keras_mp.LossScaleOptimizer("sgd", initial_scale=256.0)
+    outer.compile(optimizer, ["mse", None])
+    before = values(teacher.weights)
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
+        outer.fit(np.full((8, 4), np.inf, "float32"), Y[:8], verbose=0)
+    assert same_bits(before, values(teacher.weights))
+    assert "_direct_assign" not in vars(teacher.kernel)
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="tensors that are copied")
 def test_frozen_weights_are_not_copied_at_each_step(monkeypatch):
     import torch

@@ -9,12 +9,13 @@ functions:
     refuse_baking(what, remedy)       error where a variable's value would be frozen
     check_strategy(variables, built)  error where replicas would not agree
     optimizer_scope(model)            where its optimizer's variables are created
-    unscale(grads, inverse_scale)     float32 gradients
+    unscale(grads, inverse, ...)      float32 gradients; on torch in place where they
+                                      are the `.grad` of given variables
     poison(grads)                     what is not finite becomes nan
-    nonfinite(grads)                  which hold an infinity, which a nan
-    none_of(flags)                    one bool scalar
+    nonfinite(grads)                  a code for each: an infinity, a nan, neither
+    all_finite(codes)                 one bool scalar
     update_if(finite, update, ...)    run `update(grads)`, of no effect if not finite;
-                                      with the variables that it writes, if known
+                                      a function says what it writes, if that is known
     make_train_function(...)          Keras' own, its `train_step` wrapped
     build(model, data)                build a model that its first train step would
     undo_skipped(model, opt, step)    a train step of no effect where it is skipped

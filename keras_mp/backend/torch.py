@@ -1,5 +1,6 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -69,17 +70,32 @@ def unscale(
     What is the `.grad` of one of `variables` is multiplied where it is, as torch's own
     GradScaler does it: a copy of all gradients costs more than the product.
     """
+    wide: list[Any] = [
+        None if g is None else g.to(torch.promote_types(g.dtype, torch.float32))
+        for g in grads
+    ]
+    own = _own_memory(wide, variables) if variables is not None else set()
+    products = [
+        None if g is None else g if i in own else g * inverse_scale
+        for i, g in enumerate(wide)
+    ]
+    for index in own:
+        wide[index].mul_(inverse_scale)
+    return products
 
-    def multiplied(grad: Any, variable: Any) -> Any:
-        if grad is None:
-            return None
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        own = variable is not None and wide is variable.value.grad
-        if own and not wide.requires_grad:
-            return wide.mul_(inverse_scale)
-        return wide * inverse_scale
 
-    return list(map(multiplied, grads, variables or [None] * len(grads)))
+def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
+    """Which gradients are the `.grad` of their variable, and no other's memory."""
+    users = collections.Counter(g.data_ptr() for g in grads if g is not None)
+    return {
+        index
+        for index, (grad, variable) in enumerate(zip(grads, variables, strict=True))
+        if grad is not None
+        and grad is variable.value.grad
+        and not grad.requires_grad
+        and users[grad.data_ptr()] == 1
+        and 0 not in grad.stride()
+    }
 
 
 def poison(grads: Sequence[Any]) -> list[Any]:
@@ -97,6 +113,7 @@ def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
     """
     present = [g for g in grads if g is not None]
     codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
+    present = [g for g in present if g.is_floating_point()]  # A loss may be a number.
     # The norm takes one pass, in few kernels. Squares overflow at 1.8e19: only then, or
     # where a gradient is not finite, is each looked at.
     if not torch.isfinite(torch.nn.utils.get_total_norm(present)):
@@ -156,13 +173,14 @@ def undo_skipped(
 
     Non-trainable variables, metrics and the logs made of them are what they were, and
     so is the loss scale if the loss itself was not finite. Frozen weights, which may be
-    nearly all there are, are not copied unless the step assigns to them.
+    nearly all there are, are not copied unless the step assigns to them: what torch
+    itself writes into one, past Keras, is not put back.
     """
 
     def undoing(data: Any) -> Any:
         frozen = _frozen_weights(model)
         changing = model.non_trainable_variables + model.metrics_variables
-        before = [_with_value(v) for v in changing if id(v) not in frozen]
+        before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
         own = [v.value.detach().clone() for v in optimizer.state_variables]
         count = int(optimizer.skip_counter.value)
         with _noting_writes(frozen.values(), before):
@@ -176,7 +194,7 @@ def undo_skipped(
                 optimizer.state_variables, blameless, strict=True
             ):
                 variable.assign(value)
-        for variable, value in before:
+        for variable, value in before.values():
             variable.assign(value)
         measured = any_measured([v.value for v in model.metrics_variables])
         return told(without_step(logs, model.get_metrics_result(), True, measured))
@@ -194,7 +212,8 @@ def undo_skipped(
 
 
 def _with_value(variable: Any) -> tuple[Any, torch.Tensor]:
-    return variable, variable.value.detach().clone()
+    # Not `value`, which is half precision within a layer's call.
+    return variable, variable._value.detach().clone()
 
 
 def _frozen_weights(model: Any) -> dict[int, Any]:
@@ -206,25 +225,29 @@ def _frozen_weights(model: Any) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def _noting_writes(
-    variables: Iterable[Any], before: list[tuple[Any, torch.Tensor]]
+    variables: Iterable[Any], before: dict[int, tuple[Any, torch.Tensor]]
 ) -> Iterator[None]:
-    """Adds a variable and its value to `before` where it is assigned to."""
+    """Adds a variable and its value to `before`, by its id, where it is assigned to."""
 
     def noting(variable: Any) -> Callable[[Any], None]:
         write = variable._direct_assign
 
         def assign(value: Any) -> None:
-            if all(variable is not noted for noted, _ in before):
-                before.append(_with_value(variable))
+            if id(variable) not in before:
+                before[id(variable)] = _with_value(variable)
             write(value)
 
         return assign
 
     with contextlib.ExitStack() as undone:
         for variable in variables:
-            # In place of the method of its class, and of this variable alone.
+            # In place of the method of its class, and of this variable alone. A step
+            # within a step finds that of the outer one.
+            outer = vars(variable).get("_direct_assign")
+            put_back = (setattr, variable, "_direct_assign", outer)
+            remove = (delattr, variable, "_direct_assign")
+            undone.callback(*(put_back if outer else remove))
             variable._direct_assign = noting(variable)
-            undone.callback(delattr, variable, "_direct_assign")
         yield
 
 
