@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_mp import checkpoint
 from keras_mp.backend import engine
+from keras_mp.backend.codes import FINITE
 from keras_mp.gradient_check import check_gradients
 from keras_mp.gradient_stage import GradientStage, in_train_step
 from keras_mp.incoming_gradients import divided, narrowed, stay_finite, to_look_at
@@ -247,27 +248,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         return report(self.nonfinite_counts, self._trainable_variables)
 
-    def _advance(self, finite: Any, loss_finite: Any) -> None:
-        state = LossScaleState(*(v.value for v in self.state_variables))
-        for variable, value in zip(
-            self.state_variables,
-            _next(self.rule, state, finite, loss_finite),
-            strict=True,
-        ):
-            variable.assign(value)
-
     def state_after_broken_step(self, values: Sequence[Any]) -> LossScaleState:
         """What `state_variables` come to if the loss of a step was not finite."""
         return self.rule.next(LossScaleState(*values), False, False)
 
-    def _count_nonfinite(self, codes: Any, variables: Sequence[Any]) -> None:
+    def _after(
+        self, finite: Any, codes: Any, variables: Sequence[Any], counting: bool
+    ) -> list[tuple[keras.Variable, Any]]:
+        """What our own variables come to in a step with these codes."""
+        state = LossScaleState(*(v.value for v in self.state_variables))
+        if not counting:
+            after, _ = _after(self.rule, state, finite, codes)
+            return list(zip(self.state_variables, after, strict=True))
         indices = [self._get_variable_index(v) for v in variables]
         if indices != list(range(len(self._trainable_variables))):
             # Only some of the variables, or in another order.
             columns = ops.one_hot(indices, len(self._trainable_variables), dtype="int8")
-            codes = ops.max(codes[:, np.newaxis] * columns, axis=0)
-        step = self.inner_optimizer._iterations.value + self.skip_counter.value + 1
-        self.nonfinite_counts.assign(_counted(self.nonfinite_counts.value, codes, step))
+            known = ops.max(codes[: len(indices), np.newaxis] * columns, axis=0)
+            codes = ops.concatenate([known, codes[-1:]])
+        applied = self.inner_optimizer._iterations.value
+        after, counts = _after(
+            self.rule, state, finite, codes, self.nonfinite_counts.value, applied
+        )
+        own = *self.state_variables, self.nonfinite_counts
+        return list(zip(own, (*after, counts), strict=True))
 
     # Building --------------------------------------------------------------------
 
@@ -408,11 +412,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found, norm = to_look_at(narrow, variables, self.inner_optimizer)
         codes = engine.nonfinite([*found, norm, loss])
         finite = engine.all_finite(codes[:-1])
-        loss_finite = engine.all_finite(codes[-1:])
         stateless = keras.src.backend.in_stateless_scope()
         # Eagerly it is known whether there is something to count.
-        if tracing or stateless or not finite:
-            self._count_nonfinite(codes[:-2], variables)
+        counting = tracing or stateless or not finite
+        after = self._after(finite, codes, variables, counting)
         engine.update_if(
             finite,
             update,
@@ -420,7 +423,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             written=functools.partial(written_by, self.inner_optimizer, variables),
             branches=accumulates,
         )
-        self._advance(finite, loss_finite)
+        for variable, value in after:
+            variable.assign(value)
         # `fit` looks by itself, once it has put back what the step changed.
         told_by_fit = in_train_step() or stateless
         if not tracing and not told_by_fit and not finite:
@@ -579,8 +583,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return [name for name in super().__dir__() if name not in hidden]
 
 
-_next = engine.compiled(LossScaleRule.next, static=(0,))
-_counted = engine.compiled(counted)
+@functools.partial(engine.compiled, static=(0,))
+def _after(
+    rule: LossScaleRule,
+    state: LossScaleState,
+    finite: Any,
+    codes: Any,
+    counts: Any = None,
+    applied: Any = None,
+) -> tuple[LossScaleState, Any]:
+    """The state, and the counts if given, after a step; the last code is the loss'."""
+    if counts is not None:
+        counts = counted(counts, codes, applied, state.skipped_steps)
+    return rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
 
 
 class _GradientsOf(list):
@@ -597,15 +612,14 @@ def _multiply_wide(loss: Any, scale: Any) -> Any:
     A loss that is not finite may have gradients that are, a mean absolute error of
     infinity for one. Here they become nan, so that its step is skipped everywhere.
     """
-    return _product(ops.convert_to_tensor(loss), ops.convert_to_tensor(scale))
+    loss = ops.convert_to_tensor(loss)
+    double = keras.backend.standardize_dtype(loss.dtype) == "float64"
+    loss = ops.cast(loss, "float64" if double else "float32")
+    scale = ops.cast(ops.convert_to_tensor(scale), loss.dtype)
+    return ops.multiply(loss, _scale_or_nan(scale, ops.stop_gradient(loss)))
 
 
 @engine.compiled
-def _product(loss: Any, scale: Any) -> Any:
-    wide = "float64" if keras.backend.standardize_dtype(loss.dtype) == "float64" else (
-        "float32"
-    )  # fmt: skip
-    loss = ops.cast(loss, wide)
+def _scale_or_nan(scale: Any, loss: Any) -> Any:
     # No select, of which LLVM would compile a loop for each case.
-    zero_or_nan = ops.stop_gradient(loss - loss)
-    return ops.multiply(loss, ops.cast(scale, wide) + zero_or_nan)
+    return scale + (loss - loss)

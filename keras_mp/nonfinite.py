@@ -27,34 +27,35 @@ class NonfiniteGradient(NamedTuple):
     kind: str
 
 
-def counted(counts: Any, codes: Any, step: Any) -> Any:
+def counted(counts: Any, codes: Any, applied: Any, skipped: Any) -> Any:
     """Returns the counts after a step.
 
     Args:
         counts: integer tensor of shape (5, variables).
-        codes: integer tensor of shape (variables,): what `engine.nonfinite` found in
-            the gradient of each.
-        step: integer scalar, the step's number from 1.
+        codes: integer tensor: what `engine.nonfinite` found in the gradient of each
+            variable; what comes behind them is not looked at.
+        applied: integer scalar, steps that were applied before this one.
+        skipped: integer scalar, steps that were skipped before it.
     """
-    codes = ops.cast(codes, counts.dtype)
-    concerned = ops.logical_and(
-        ops.greater_equal(codes, _LOWEST), ops.less_equal(codes, _HIGHEST)
-    )
-    known = ops.logical_and(_IS_FIRST_STEP, ops.not_equal(counts, 0))
-    steps = ops.where(known, counts, ops.cast(step, counts.dtype))
-    later = ops.where(_IS_COUNT, counts + 1, steps)
+    codes = ops.cast(codes[: counts.shape[1]], counts.dtype)
+    step = ops.cast(applied + skipped + 1, counts.dtype)
+    unset = ops.less(ops.bitwise_and(counts, _FIRST_STEP), _A_STEP)
+    later = ops.where(unset, step, ops.add(counts, _A_COUNT))
+    concerned = ops.greater(ops.bitwise_and(codes, _CONCERNED_BY), 0)
     return ops.where(concerned, later, counts)
 
 
-def _for_each_row(*values: Any) -> np.ndarray:
-    return np.array(values)[:, np.newaxis]
+def _for_each_row(*values: int) -> np.ndarray:
+    return np.array(values, "int32")[:, np.newaxis]
 
 
-# The codes that concern a row, and what it holds.
-_LOWEST = _for_each_row(INFINITE, INFINITE, NAN, INFINITE, INFINITE)
-_HIGHEST = _for_each_row(NAN, INFINITE, NAN, NAN, NAN)
-_IS_COUNT = _for_each_row(True, True, True, False, False)
-_IS_FIRST_STEP = _for_each_row(False, False, False, True, False)
+# Of each row: the bits of the codes that concern it; how it counts steps, or whether it
+# holds the number of one; and all bits where the first number stays.
+_ANY = INFINITE | NAN
+_CONCERNED_BY = _for_each_row(_ANY, INFINITE, NAN, _ANY, _ANY)
+_A_COUNT = _for_each_row(1, 1, 1, 0, 0)
+_A_STEP = _for_each_row(0, 0, 0, 1, 1)
+_FIRST_STEP = _for_each_row(0, 0, 0, -1, 0)
 
 
 def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:

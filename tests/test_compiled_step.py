@@ -90,6 +90,19 @@ def test_small_variables_share_the_kernels_of_the_check(name):
     assert scaled.count("fusion") <= 1.1 * plain.count("fusion")
 
 
+# What does not grow with the number of variables: words, codes, logs, and one kernel for
+# all that the optimizer keeps of a step.
+FUSIONS_OF_A_STEP = 30
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it is a kernel for each scalar")
+@pytest.mark.parametrize("number", [10, 100])
+def test_few_kernels_are_compiled_for_what_is_kept_of_a_step(number):
+    plain, scaled = both(f"{number} variables", "Adam")
+    assert scaled.count("fusion") <= plain.count("fusion") + FUSIONS_OF_A_STEP
+    assert scaled.count("call") > plain.count("call") == 0
+
+
 # Stand for the time to trace and to compile, which no test measures. What does not
 # grow with the number of variables: state of the scale, counts, statistics, logs.
 EQUATIONS_OF_A_STEP, INSTRUCTIONS_OF_A_STEP = 250, 500

@@ -161,7 +161,7 @@ def reductions(count):
     program = jax.make_jaxpr(optimizer.stateless_apply)(
         [v.value for v in optimizer.variables], grads, [v.value for v in variables]
     )
-    return str(program).count(" reduce_")
+    return str(program).count(" reduce")
 
 
 # Dtypes of variables -----------------------------------------------------------------

@@ -295,7 +295,7 @@ def frozen_model(**kwargs):
     return model, teacher
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="train_step of JAX is another")
+@pytest.mark.skipif(BACKEND == "jax", reason="a train_step of JAX assigns nothing")
 def test_frozen_weights_that_a_skipped_step_assigned_to_are_what_they_were():
     model, teacher = frozen_model()
     before = values(teacher.weights)

@@ -1,3 +1,3 @@
-"""What a gradient holds beside numbers, as an integer: the highest that applies."""
+"""What a gradient holds beside numbers: the highest that applies, each one bit."""
 
 FINITE, INFINITE, NAN = 0, 1, 2

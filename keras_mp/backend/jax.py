@@ -1,6 +1,7 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
-from keras_mp.backend.codes import NAN
+from keras_mp.backend.codes import FINITE, NAN
 from keras_mp.backend.logs import (
     any_measured,
     loss_is_finite,
@@ -55,11 +57,27 @@ def is_tracing() -> bool:
 
 
 def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
-    """A function of tensors that is one program outside jit too, not one for each line.
+    """A function of a few scalars or small tensors, element by element, as one program.
+
+    On CPUs within a larger one too: XLA compiles each output on its own, at 30 ms, but
+    what it calls, and is told is small, as a whole. It knows no reductions there.
 
     `static`: the places of arguments that are no tensors.
     """
-    return jax.jit(function, static_argnums=static)
+    jitted = jax.jit(function, static_argnums=static)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        results = jitted(*args)
+        first, *others = jax.tree.leaves(results)
+        traced = isinstance(first, jax.core.Tracer) and is_tracing()
+        if not traced or jax.default_backend() != "cpu":
+            return results
+        # The call is known by the results that it has.
+        first = set_xla_metadata(first, inlineable="false", xla_cpu_small_call="true")
+        return jax.tree.unflatten(jax.tree.structure(results), [first, *others])
+
+    return call
 
 
 def outside_trace() -> contextlib.AbstractContextManager:
@@ -93,11 +111,13 @@ def unscale(
     return _map_present(_unscale, grads, inverse_scale)
 
 
-@compiled
+@jax.jit
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
     wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
-    inverse = {d: inverse_scale.astype(d) for d in {g.dtype for g in wide}}
-    return [g * inverse[g.dtype] for g in wide]
+    # Once for each shape: XLA reads every line.
+    alike = {(g.shape, g.dtype) for g in wide}
+    inverse = {(s, d): lax.broadcast(inverse_scale.astype(d), s) for s, d in alike}
+    return [lax.mul(g, inverse[g.shape, g.dtype]) for g in wide]
 
 
 def poison(grads: Sequence[Any]) -> list[Any]:
@@ -105,7 +125,7 @@ def poison(grads: Sequence[Any]) -> list[Any]:
     return _map_present(_poison, grads)
 
 
-@compiled
+@jax.jit
 def _poison(grads: list[Any]) -> list[Any]:
     return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
 
@@ -131,7 +151,7 @@ def nonfinite(grads: Sequence[Any]) -> Any:
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
-@compiled
+@jax.jit
 def _nonfinite(grads: list[Any]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
@@ -146,9 +166,9 @@ def _nonfinite(grads: list[Any]) -> Any:
             alike.update({i: [i] for i in indices})
     codes = [_codes([grads[i] for i in indices]) for indices in alike.values()]
     missing = [index for index, grad in enumerate(grads) if grad is None]
-    codes.append(jnp.zeros(len(missing), jnp.int8))
-    order = [i for indices in (*alike.values(), missing) for i in indices]
-    return jnp.concatenate(codes)[np.argsort(order)]
+    codes.append(lax.full((len(missing),), np.int8(FINITE)))
+    order = np.argsort([i for indices in (*alike.values(), missing) for i in indices])
+    return lax.concatenate(codes, 0).at[order].get(mode="promise_in_bounds")
 
 
 def _codes(grads: list[Any]) -> Any:
@@ -159,9 +179,11 @@ def _codes(grads: list[Any]) -> Any:
     """
     if len(grads) == 1:
         return _largest(_bits(grads[0])[np.newaxis], _code)
-    starts = range(0, len(grads), GRADIENTS_IN_A_WORD)
-    words = [_word(grads[start : start + GRADIENTS_IN_A_WORD]) for start in starts]
-    lanes, shape = min(len(grads), GRADIENTS_IN_A_WORD), grads[0].shape
+    number = -(-len(grads) // GRADIENTS_IN_A_WORD)
+    lanes, shape = -(-len(grads) // number), grads[0].shape
+    # As many in each, some of them twice: all words of a shape are then one kernel.
+    filled = [*grads, *grads[: number * lanes - len(grads)]]
+    words = [_word(filled[i : i + lanes]) for i in range(0, len(filled), lanes)]
     places = 2 * np.arange(lanes, dtype=np.int32).reshape(-1, *[1] * len(shape))
     codes = jnp.stack(words)[:, np.newaxis] >> places & np.int32(3)
     rows = codes.reshape(len(words) * lanes, *shape)
@@ -172,18 +194,17 @@ def _codes(grads: list[Any]) -> Any:
 @jax.jit  # Traced once for each shape.
 def _word(grads: list[Any]) -> Any:
     # Constants that stand there once: XLA reads every line.
-    below, above, two, largest = (
-        lax.full(grads[0].shape, np.int32(x)) for x in (_BELOW, _ABOVE, 2, 2**31 - 1)
-    )
+    below, above = lax.full((), _BELOW), lax.full((), _ABOVE)
+    two, largest = (lax.full(grads[0].shape, np.int32(x)) for x in (2, 2**31 - 1))
     word = lax.full(grads[0].shape, np.int32(0))
     for grad in reversed(grads):
-        bits = lax.min(lax.max(_bits(grad), below), above)
+        bits = lax.clamp(below, _bits(grad), above)
         word = lax.add(lax.shift_left(word, two), bits)
     # Each code is still too large by `_BELOW`. Integers wrap round.
     excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
     word = lax.sub(word, lax.full_like(word, np.uint32(excess).astype(np.int32)))
     # The remainder is the word itself. It keeps XLA from computing the word once more
-    # for each of its gradients, and words of one shape are one kernel.
+    # for each of its gradients.
     return lax.rem(word, largest)
 
 
@@ -219,9 +240,11 @@ def all_finite(codes: Any) -> Any:
     """Bool scalar: is each of the codes FINITE?"""
     if not isinstance(codes, jax.core.Tracer):
         return not codes.any()
-    # The square root keeps XLA from computing the whole reduction once more in each
-    # of the selects that read the flag.
-    return jnp.sqrt(jnp.sum(codes, dtype=jnp.float32)) == 0
+    # Where the highest code is: the first of the highest, and so before all others if
+    # they are FINITE. This XLA leaves whole. A sum or a maximum it would part in three
+    # kernels, or compute once more in each of the selects that read the flag.
+    codes = lax.concatenate([lax.full((1,), codes.dtype.type(FINITE)), codes], 0)
+    return lax.argmax(codes, 0, np.int32) == 0
 
 
 class SelectingScope(keras.StatelessScope):
@@ -233,7 +256,7 @@ class SelectingScope(keras.StatelessScope):
 
     def __init__(self, predicate: Any, state_mapping: dict[int, Any]) -> None:
         super().__init__()
-        self._predicate = predicate
+        self._predicate = functools.cache(functools.partial(lax.broadcast, predicate))
         self._before = state_mapping
         self.state_mapping = dict(state_mapping)
 
@@ -242,7 +265,8 @@ class SelectingScope(keras.StatelessScope):
         # As it was before any write: fewer values live on at the same time.
         kept = self._before.get(id(variable), variable.value)
         kept = lax.convert_element_type(kept, value.dtype)
-        super().add_update((variable, lax.select_n(self._predicate, kept, value)))
+        predicate = self._predicate(value.shape)  # Once for each: XLA reads every line.
+        super().add_update((variable, lax.select_n(predicate, kept, value)))
 
 
 def update_if(

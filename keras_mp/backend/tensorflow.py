@@ -184,8 +184,10 @@ def _of_all_replicas(codes: tf.Tensor) -> tf.Tensor:
     """The highest of all replicas' codes."""
     if tf.distribute.get_replica_context().num_replicas_in_sync == 1:
         return codes
-    infinite = tf.cast(_on_any_replica(codes == INFINITE), tf.int8) * INFINITE
-    return tf.maximum(infinite, tf.cast(_on_any_replica(codes == NAN), tf.int8) * NAN)
+    # In one message, of flags: replicas sum what they know, and take no maximum.
+    flags = _on_any_replica(tf.stack([codes == INFINITE, codes == NAN]))
+    infinite, nan = tf.unstack(tf.cast(flags, tf.int8))
+    return tf.maximum(INFINITE * infinite, NAN * nan)
 
 
 def _on_any_replica(flags: tf.Tensor) -> tf.Tensor:

@@ -129,7 +129,7 @@ CASES = (
     Case("wide", "8 wide dense layers, 3 M weights", ("jax", "tensorflow"), True,
          _dense, _WIDE, _TINY_DENSE),
     Case("variables-200", "200 small variables", ("jax",), True,
-         _variables, _small(200), _TINY_DENSE, slow=("jmp",)),
+         _variables, _small(200), _TINY_DENSE, slow=("flax", "jmp", "mpx")),
     Case("variables-100", "100 small variables", ("tensorflow",), True,
          _variables, _small(100), _TINY_DENSE),
     Case("transformer", "transformer, 7 M weights", BACKENDS, True,
