@@ -90,8 +90,8 @@ def test_small_variables_share_the_kernels_of_the_check(name):
     assert scaled.count("fusion") <= 1.1 * plain.count("fusion")
 
 
-# What does not grow with the number of variables: words, codes, logs, and one kernel for
-# all that the optimizer keeps of a step.
+# What does not grow with the number of variables: words, codes, logs, and one kernel
+# for all that the optimizer keeps of a step.
 FUSIONS_OF_A_STEP = 30
 
 

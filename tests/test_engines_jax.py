@@ -3,10 +3,14 @@
 import functools
 import json
 
+import keras
+import numpy as np
 import processes
 import pytest
 from backends import BACKEND
 from step_sequences import SEQUENCES
+
+import keras_mp
 
 if BACKEND != "jax":
     pytest.skip("engines of JAX", allow_module_level=True)
@@ -67,6 +71,32 @@ def test_fit_forgets_a_step_that_one_device_makes_all_skip(number):
                 assert fit["nonfinite"] == 6
                 assert fit["compilations"] == 1
                 assert fit["sharded"] == clean["sharded"] == SHARDED[kind]
+
+
+def test_weights_whose_types_say_how_they_are_sharded_are_trained_and_skipped():
+    import jax
+
+    axis = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(axis,))
+    columns = jax.sharding.PartitionSpec(None, "model")
+    columns = jax.sharding.NamedSharding(mesh, columns)
+    variable = keras.Variable(np.ones((2, 3), "float32"))
+    optimizer = keras_mp.LossScaleOptimizer("adam", initial_scale=256.0)
+    optimizer.build([variable])
+    state = [v.value for v in optimizer.variables]
+    state = [jax.device_put(x, columns) if x.shape == (2, 3) else x for x in state]
+
+    @jax.jit
+    def step(weights, state, grads):
+        optimizer.stateless_scale_loss(state, 1.0)
+        return optimizer.stateless_apply(state, grads, weights)
+
+    before = [jax.device_put(variable.value, columns)]
+    after, state = step(before, state, [256 * before[0]])
+    assert not np.array_equal(after[0], before[0])
+    kept, state = step(after, state, [np.inf * before[0]])
+    assert np.array_equal(kept[0], after[0])
+    assert kept[0].sharding == before[0].sharding
 
 
 SLOTS = ["average", "momentum", "velocity"]

@@ -256,7 +256,12 @@ class SelectingScope(keras.StatelessScope):
 
     def __init__(self, predicate: Any, state_mapping: dict[int, Any]) -> None:
         super().__init__()
-        self._predicate = functools.cache(functools.partial(lax.broadcast, predicate))
+        # Once for each shape: XLA reads every line.
+        self._predicate_for = functools.cache(
+            lambda type: lax.broadcast(
+                predicate, type.shape, out_sharding=type.sharding
+            )
+        )
         self._before = state_mapping
         self.state_mapping = dict(state_mapping)
 
@@ -265,7 +270,7 @@ class SelectingScope(keras.StatelessScope):
         # As it was before any write: fewer values live on at the same time.
         kept = self._before.get(id(variable), variable.value)
         kept = lax.convert_element_type(kept, value.dtype)
-        predicate = self._predicate(value.shape)  # Once for each: XLA reads every line.
+        predicate = self._predicate_for(jax.typeof(value))
         super().add_update((variable, lax.select_n(predicate, kept, value)))
 
 
