@@ -21,7 +21,7 @@ IDENTITY = ("case", "backend")
 NAMES = tuple(case.name for case in CASES)
 NAMES_OF_PEERS = tuple(peer.name for peer in PEERS)
 ON = BACKENDS
-SECONDS = 12.0  # to time a case, compilation and checks aside
+SECONDS = 8.0  # to time a case, compilation and checks aside
 LIMIT = 900.0  # for all of a case: some peers compile for more than a minute
 
 

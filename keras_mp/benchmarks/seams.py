@@ -35,15 +35,15 @@ NAME = "seams"
 IDENTITY = ("case", "backend")
 NAMES = tuple(CASES)
 ON = BACKENDS
-SECONDS = 8.0
+SECONDS = 5.0
 LIMIT = 300.0
 CALLS = 200  # of a layer, in what is timed as a step: the seams come and go before it
-IMPORTS = 7
+IMPORTS = 3
 # How often, and what: a thousand variables take Keras' own wrapper too long.
 _BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
 COMPILATIONS = {
-    "compile-10": (15, _BOTH),
-    "compile-100": (7, _BOTH),
+    "compile-10": (9, _BOTH),
+    "compile-100": (3, _BOTH),
     "compile-1000": (1, {"keras_mp": ""}),
 }
 
