@@ -258,7 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """What our own variables come to in a step with these codes."""
         state = LossScaleState(*(v.value for v in self.state_variables))
         if not counting:
-            after, _ = _after(self.rule, state, finite, codes)
+            after, _ = _state_and_counts(self.rule, state, finite, codes[-1:])
             return list(zip(self.state_variables, after, strict=True))
         indices = [self._get_variable_index(v) for v in variables]
         if indices != list(range(len(self._trainable_variables))):
@@ -267,7 +267,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             known = ops.max(codes[: len(indices), np.newaxis] * columns, axis=0)
             codes = ops.concatenate([known, codes[-1:]])
         applied = self.inner_optimizer._iterations.value
-        after, counts = _after(
+        after, counts = _state_and_counts(
             self.rule, state, finite, codes, self.nonfinite_counts.value, applied
         )
         own = *self.state_variables, self.nonfinite_counts
@@ -584,7 +584,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 @functools.partial(engine.compiled, static=(0,))
-def _after(
+def _state_and_counts(
     rule: LossScaleRule,
     state: LossScaleState,
     finite: Any,
@@ -612,14 +612,13 @@ def _multiply_wide(loss: Any, scale: Any) -> Any:
     A loss that is not finite may have gradients that are, a mean absolute error of
     infinity for one. Here they become nan, so that its step is skipped everywhere.
     """
-    loss = ops.convert_to_tensor(loss)
-    double = keras.backend.standardize_dtype(loss.dtype) == "float64"
-    loss = ops.cast(loss, "float64" if double else "float32")
-    scale = ops.cast(ops.convert_to_tensor(scale), loss.dtype)
-    return ops.multiply(loss, _scale_or_nan(scale, ops.stop_gradient(loss)))
+    return _product(ops.convert_to_tensor(loss), ops.convert_to_tensor(scale))
 
 
 @engine.compiled
-def _scale_or_nan(scale: Any, loss: Any) -> Any:
+def _product(loss: Any, scale: Any) -> Any:
+    double = keras.backend.standardize_dtype(loss.dtype) == "float64"
+    loss = ops.cast(loss, "float64" if double else "float32")
     # No select, of which LLVM would compile a loop for each case.
-    return scale + (loss - loss)
+    zero_or_nan = ops.stop_gradient(loss - loss)
+    return ops.multiply(loss, ops.cast(scale, loss.dtype) + zero_or_nan)

@@ -4,6 +4,8 @@ Read from the program, so that no clock decides. `make gpu-gates` runs the same 
 the programs for an H100, without one.
 """
 
+import re
+
 import keras
 import pytest
 
@@ -100,7 +102,13 @@ FUSIONS_OF_A_STEP = 30
 def test_few_kernels_are_compiled_for_what_is_kept_of_a_step(number):
     plain, scaled = both(f"{number} variables", "Adam")
     assert scaled.count("fusion") <= plain.count("fusion") + FUSIONS_OF_A_STEP
-    assert scaled.count("call") > plain.count("call") == 0
+    (call,) = re.findall(r" call\(.*", scaled.text)
+    assert "to_apply=%_state_and_counts" in call and plain.count("call") == 0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on CPUs it is")
+def test_nothing_is_called_small_where_that_is_of_no_use():
+    assert "small_call" not in train_step("wide", "Adam", True).text
 
 
 # Stand for the time to trace and to compile, which no test measures. What does not

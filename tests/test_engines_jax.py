@@ -78,25 +78,31 @@ def test_weights_whose_types_say_how_they_are_sharded_are_trained_and_skipped():
 
     axis = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((1,), ("model",), axis_types=(axis,))
-    columns = jax.sharding.PartitionSpec(None, "model")
-    columns = jax.sharding.NamedSharding(mesh, columns)
-    variable = keras.Variable(np.ones((2, 3), "float32"))
+    places = {
+        name: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for name, axes in {"columns": (None, "model"), "rows": ("model", None)}.items()
+    }
+    ones = np.ones((3, 3), "float32")
     optimizer = keras_mp.LossScaleOptimizer("adam", initial_scale=256.0)
-    optimizer.build([variable])
-    state = [v.value for v in optimizer.variables]
-    state = [jax.device_put(x, columns) if x.shape == (2, 3) else x for x in state]
+    optimizer.build([keras.Variable(ones, name=name) for name in places])
+
+    def placed(variable):
+        place = [p for name, p in places.items() if name in variable.path]
+        return jax.device_put(variable.value, *place)
+
+    state = [placed(v) for v in optimizer.variables]
 
     @jax.jit
     def step(weights, state, grads):
         optimizer.stateless_scale_loss(state, 1.0)
         return optimizer.stateless_apply(state, grads, weights)
 
-    before = [jax.device_put(variable.value, columns)]
-    after, state = step(before, state, [256 * before[0]])
-    assert not np.array_equal(after[0], before[0])
-    kept, state = step(after, state, [np.inf * before[0]])
-    assert np.array_equal(kept[0], after[0])
-    assert kept[0].sharding == before[0].sharding
+    before = [jax.device_put(ones, place) for place in places.values()]
+    after, state = step(before, state, [256 * w for w in before])
+    kept, state = step(after, state, [np.inf * w for w in before])
+    for old, new, last in zip(before, after, kept, strict=True):
+        assert not np.array_equal(old, new) and np.array_equal(new, last)
+        assert old.sharding == new.sharding == last.sharding
 
 
 SLOTS = ["average", "momentum", "velocity"]

@@ -1,5 +1,6 @@
 """Loops of the user's own: stateful, stateless, two-step and three-step."""
 
+import functools
 import warnings
 
 import keras
@@ -415,3 +416,18 @@ def test_an_ensemble_steps_each_member_by_itself(how):
         [stack(v) for v in optimizer.variables], grads, stack(variable)
     )
     np.testing.assert_allclose(trainable, [[0.9, 0.9], [1.0, 1.0], [0.8, 0.8]])
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="XLA divides large results among threads")
+def test_a_loss_for_each_of_many_elements_is_scaled_in_a_compiled_step():
+    import jax
+
+    optimizer = keras_mp.LossScaleOptimizer("sgd", initial_scale=4.0)
+    optimizer.build([keras.Variable(1.0)])
+    state = [v.value for v in optimizer.variables]
+    scaled = functools.partial(optimizer.stateless_scale_loss, state)
+    losses = np.ones(2**17, "float32")
+    for each in (scaled, jax.vmap(scaled)):
+        compiled = jax.jit(jax.grad(lambda x, each=each: each(2 * x).sum()))
+        assert (compiled(losses) == 8).all()
+        assert (jax.jit(lambda x, each=each: each(2 * x))(losses) == 8).all()

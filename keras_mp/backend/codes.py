@@ -1,3 +1,3 @@
-"""What a gradient holds beside numbers: the highest that applies, each one bit."""
+"""What a gradient holds beside numbers: the highest bit that applies, or none."""
 
 FINITE, INFINITE, NAN = 0, 1, 2

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from keras_mp.backend.codes import FINITE, NAN
 from keras_mp.backend.logs import (
@@ -57,27 +56,33 @@ def is_tracing() -> bool:
 
 
 def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
-    """A function of a few scalars or small tensors, element by element, as one program.
+    """A function of a few small tensors, element by element, as one program.
 
-    On CPUs within a larger one too: XLA compiles each output on its own, at 30 ms, but
-    what it calls, and is told is small, as a whole. It knows no reductions there.
+    Where several results are traced for CPUs, as one kernel: XLA would compile each on
+    its own, and takes as long for a scalar as for any other. What it calls, and is told
+    is small, it compiles as a whole. It knows no reductions there; and a single result
+    that is large it divides among threads, which then cannot be called.
 
     `static`: the places of arguments that are no tensors.
     """
     jitted = jax.jit(function, static_argnums=static)
 
-    @functools.wraps(function)
     def call(*args: Any) -> Any:
         results = jitted(*args)
-        first, *others = jax.tree.leaves(results)
-        traced = isinstance(first, jax.core.Tracer) and is_tracing()
-        if not traced or jax.default_backend() != "cpu":
+        leaves, tree = jax.tree.flatten(results)
+        traced = isinstance(leaves[0], jax.core.Tracer) and is_tracing()
+        if not traced or len(leaves) == 1 or jax.default_backend() != "cpu":
             return results
-        # The call is known by the results that it has.
-        first = set_xla_metadata(first, inlineable="false", xla_cpu_small_call="true")
-        return jax.tree.unflatten(jax.tree.structure(results), [first, *others])
+        from jax.experimental.xla_metadata import set_xla_metadata  # Keras does not.
+
+        # The call is known by a result that it has computed.
+        leaves[0] = set_xla_metadata(leaves[0], **_SMALL_CALL)
+        return tree.unflatten(leaves)
 
     return call
+
+
+_SMALL_CALL = {"inlineable": "false", "xla_cpu_small_call": "true"}
 
 
 def outside_trace() -> contextlib.AbstractContextManager:
@@ -115,7 +120,7 @@ def unscale(
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
     wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
     # Once for each shape: XLA reads every line.
-    alike = {(g.shape, g.dtype) for g in wide}
+    alike = dict.fromkeys((g.shape, g.dtype) for g in wide)
     inverse = {(s, d): lax.broadcast(inverse_scale.astype(d), s) for s, d in alike}
     return [lax.mul(g, inverse[g.shape, g.dtype]) for g in wide]
 
@@ -157,7 +162,8 @@ def _nonfinite(grads: list[Any]) -> Any:
     for index, grad in enumerate(grads):
         if grad is not None:
             small = grad.size <= GROUPED_ELEMENTS
-            key = (grad.shape, str(grad.dtype)) if small else index
+            kind = grad.shape, grad.dtype, jax.typeof(grad).sharding
+            key = kind if small else index
             alike.setdefault(key, []).append(index)
     for key, indices in list(alike.items()):
         # The words of a few are nearly as large as they are.
@@ -258,9 +264,7 @@ class SelectingScope(keras.StatelessScope):
         super().__init__()
         # Once for each shape: XLA reads every line.
         self._predicate_for = functools.cache(
-            lambda type: lax.broadcast(
-                predicate, type.shape, out_sharding=type.sharding
-            )
+            functools.partial(lax.broadcast, predicate)
         )
         self._before = state_mapping
         self.state_mapping = dict(state_mapping)
@@ -270,7 +274,8 @@ class SelectingScope(keras.StatelessScope):
         # As it was before any write: fewer values live on at the same time.
         kept = self._before.get(id(variable), variable.value)
         kept = lax.convert_element_type(kept, value.dtype)
-        predicate = self._predicate_for(jax.typeof(value))
+        sharding = jax.typeof(value).sharding
+        predicate = self._predicate_for(value.shape, out_sharding=sharding)
         super().add_update((variable, lax.select_n(predicate, kept, value)))
 
 

@@ -254,9 +254,8 @@ def _compilations(
 def _stages(step: Any) -> dict[str, float]:
     """What JAX takes for a step of which it knows nothing yet, by its stages.
 
-    In seconds of the processor: what else the machine does is left out.
-
-    "compile" is lowering and compiling.
+    In seconds of the processor, which other processes take no part of; "compile" is
+    lowering and compiling.
     """
     import jax
 
