@@ -1,18 +1,15 @@
-"""The optimizer wrapper: holds the state, asks the rule, calls the inner optimizer."""
+"""The optimizer wrapper: decides of a step, and calls the inner optimizer or not."""
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_mp import checkpoint
 from keras_mp.backend import engine
-from keras_mp.backend.codes import FINITE
+from keras_mp.explicit_scaling import ExplicitScaling
 from keras_mp.gradient_check import check_gradients
 from keras_mp.gradient_stage import GradientStage, in_train_step
 from keras_mp.incoming_gradients import divided, narrowed, stay_finite, to_look_at
@@ -24,8 +21,7 @@ from keras_mp.inner_optimizer import (
     start_averages,
     written_by,
 )
-from keras_mp.loss_scale import LossScaleRule, LossScaleState
-from keras_mp.nonfinite import ROWS, NonfiniteGradient, counted, report
+from keras_mp.loss_scale import LossScaleRule
 from keras_mp.skip_watch import SkipWatch
 from keras_mp.underflow import UnderflowWatch
 
@@ -34,7 +30,7 @@ _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(ExplicitScaling):
     """Scales the loss so that float16 gradients neither vanish nor overflow.
 
     The loss is multiplied by the scale before the backward pass, the gradients by its
@@ -116,162 +112,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner_optimizer = checked_inner(inner_optimizer)
 
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name)
-        self.rule = rule
         self.max_consecutive_skips = max_consecutive_skips
-        self.skip_watch = skip_watch
+        self._remember(rule, skip_watch)
         self.underflow_watch = UnderflowWatch()
-        self._inner_follows = True
         # The stage is Python's own: TensorFlow's tracking must not wrap it.
         self._stage = GradientStage()
-        # Created here, not in `build`: a compiled function that reads the scale before
-        # the optimizer is built would otherwise keep its first value for ever. Order
-        # and first two names as in Keras' wrapper, whose checkpoints we read.
-        start = rule.initial_state()
-        self.step_counter = self._own_variable(start.finite_steps, "step_counter")
-        self.dynamic_scale = self._own_variable(start.scale, "dynamic_scale")
-        self.skip_counter = self._own_variable(start.skipped_steps, "skipped_steps")
-        self.consecutive_skip_counter = self._own_variable(
-            start.consecutive_skips, "consecutive_skips"
-        )
-        self.broken_counter = self._own_variable(start.broken_steps, "broken_steps")
         hold(self, inner_optimizer)
-
-    def _own_variable(self, value: Any, name: str) -> keras.Variable:
-        # autocast=False: under a float16 autocast scope a scale above 65504 would be
-        # read as infinity.
-        with keras.name_scope(self.name):
-            variable = keras.Variable(
-                value,
-                dtype="float32" if isinstance(value, float) else "int",
-                trainable=False,
-                autocast=False,
-                aggregation="only_first_replica",
-                name=name,
-            )
-        self._track_variable(variable)
-        return variable
-
-    # The state -------------------------------------------------------------------
-
-    @property
-    def state_variables(self) -> tuple[keras.Variable, ...]:
-        """The variables of a `LossScaleState`, in its order."""
-        return (
-            self.dynamic_scale,
-            self.step_counter,
-            self.skip_counter,
-            self.consecutive_skip_counter,
-            self.broken_counter,
-        )
-
-    @property
-    def loss_scale(self) -> Any:
-        """The current loss scale, a float32 scalar."""
-        return ops.copy(self.dynamic_scale.value)
-
-    @property
-    def skipped_steps(self) -> Any:
-        """How many steps were skipped so far, an integer scalar."""
-        return ops.copy(self.skip_counter.value)
-
-    @property
-    def consecutive_skips(self) -> Any:
-        """How many steps were skipped since the last finite one, an integer scalar."""
-        return ops.copy(self.consecutive_skip_counter.value)
-
-    @property
-    def last_step_finite(self) -> Any:
-        """Was the last step applied? A bool scalar, True before the first step."""
-        return ops.equal(self.consecutive_skip_counter.value, 0)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """Those within a `MultiOptimizer`; an AttributeError within any other.
-
-        Keras' callbacks for learning rates ask for it, and set each one's rate.
-        """
-        return self.inner_optimizer.optimizers
-
-    def raise_if_diverged(
-        self, optimizer_variables: Sequence[Any] | None = None
-    ) -> None:
-        """Looks at the skipped steps: warns, or raises, of what the scale cannot mend.
-
-        Warns once of broken steps, whose loss was not finite or whose gradients were
-        not at the lowest scale. Reads the device, so it waits for the steps under way.
-        `fit` and eager `apply` call it by themselves.
-
-        Args:
-            optimizer_variables: in a stateless loop, the values of
-                `optimizer.variables`, in their order.
-
-        Raises:
-            TrainingDivergedError: after `max_consecutive_skips` skips in a row.
-        """
-        if not self.built:
-            return
-        if optimizer_variables is None:
-            optimizer_variables = [v.value for v in self.variables]
-        values = dict(zip(map(id, self.variables), optimizer_variables, strict=True))
-        self.skip_watch.look(
-            LossScaleState(*(values[id(v)] for v in self.state_variables)),
-            values[id(self.inner_optimizer._iterations)],
-            values[id(self.nonfinite_counts)],
-            self._trainable_variables,
-        )
-
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends a `fit`: as Keras does, and looks at the last skips."""
-        if sys.exc_info()[0] is not None:  # An exception under way comes first.
-            super().finalize_variable_values(var_list)
-            return
-        # Before the first applied step the averages of `use_ema` average nothing.
-        if int(ops.copy(self.inner_optimizer._iterations.value)):
-            super().finalize_variable_values(var_list)
-        self.raise_if_diverged()
-
-    def nonfinite_report(self) -> list[NonfiniteGradient]:
-        """Which variables had gradients that were not finite, most often first.
-
-        Returns:
-            One `NonfiniteGradient(path, count, first_step, kind)` for each such
-            variable: in how many steps, in which first (counted from 1, skipped ones
-            included), and whether "inf" or "nan" was among them ("inf, nan" for both).
-
-        Raises:
-            ValueError: if the optimizer is not built.
-        """
-        if not self.built:
-            raise ValueError(
-                "`nonfinite_report` needs a built optimizer. Received: one that has "
-                "neither been built nor applied."
-            )
-        return report(self.nonfinite_counts, self._trainable_variables)
-
-    def state_after_broken_step(self, values: Sequence[Any]) -> LossScaleState:
-        """What `state_variables` come to if the loss of a step was not finite."""
-        return self.rule.next(LossScaleState(*values), False, False)
-
-    def _after(
-        self, finite: Any, codes: Any, variables: Sequence[Any], counting: bool
-    ) -> list[tuple[keras.Variable, Any]]:
-        """What our own variables come to in a step with these codes."""
-        state = LossScaleState(*(v.value for v in self.state_variables))
-        if not counting:
-            after, _ = _state_and_counts(self.rule, state, finite, codes[-1:])
-            return list(zip(self.state_variables, after, strict=True))
-        indices = [self._get_variable_index(v) for v in variables]
-        if indices != list(range(len(self._trainable_variables))):
-            # Only some of the variables, or in another order.
-            columns = ops.one_hot(indices, len(self._trainable_variables), dtype="int8")
-            known = ops.max(codes[: len(indices), np.newaxis] * columns, axis=0)
-            codes = ops.concatenate([known, codes[-1:]])
-        applied = self.inner_optimizer._iterations.value
-        after, counts = _state_and_counts(
-            self.rule, state, finite, codes, self.nonfinite_counts.value, applied
-        )
-        own = *self.state_variables, self.nonfinite_counts
-        return list(zip(own, (*after, counts), strict=True))
 
     # Building --------------------------------------------------------------------
 
@@ -288,63 +134,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             start_averages(self.inner_optimizer)
         # Keras' wrapper would create its state once more: go to the base class.
         keras.optimizers.Optimizer.build(self, variables)
-        self.nonfinite_counts = self._own_variable(
-            np.zeros((ROWS, len(variables)), "int32"), "nonfinite_counts"
-        )
+        self._remember_counts(len(variables))
 
-    # Explicit use ----------------------------------------------------------------
-
-    def scale_loss(self, loss: Any) -> Any:
-        """Multiplies a loss by the loss scale, in float32.
-
-        Args:
-            loss: float tensor of any shape, or a callable that returns one.
-
-        Returns:
-            The scaled loss, float32 (float64 stays), same shape; a callable for a
-            callable.
-
-        Raises:
-            ValueError: inside a function that JAX traces, where the present scale
-                would become a constant: use `stateless_scale_loss`.
-        """
-        if callable(loss):
-            return lambda: self.scale_loss(loss())
-        engine.refuse_baking("scale_loss", "stateless_scale_loss")
-        self._stage.scaled(engine.is_tracing())
-        return _multiply_wide(loss, self.dynamic_scale.value)
-
-    def unscale(self, grads: Iterable[Any]) -> list[Any]:
-        """Multiplies gradients by the reciprocal of the scale, in float32.
-
-        Args:
-            grads: gradients of a scaled loss; None and sparse ones are allowed.
-
-        Returns:
-            A list of float32 gradients (float64 stays); None stays None, sparse stays
-            sparse. What is not finite is nan, so that no clipping can hide it.
-
-        Raises:
-            ValueError: if the gradients of this step were unscaled already.
-        """
-        engine.refuse_baking("unscale", "stateless_unscale")
-        return self._unscale(self.dynamic_scale.value, grads)
-
-    def _unscale(self, scale: Any, grads: Iterable[Any]) -> list[Any]:
-        self._stage.unscaled(engine.is_tracing())
-        grads = list(grads)
-        known = len(grads) == len(self._trainable_variables)
-        variables = self._trainable_variables if known else [None] * len(grads)
-        self.underflow_watch.look(grads, variables)
-        return engine.poison(divided(grads, variables, scale))
-
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """`scale_loss` under its tf.keras name."""
-        return self.scale_loss(loss)
-
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """`unscale` under its tf.keras name."""
-        return self.unscale(grads)
+    # Applying --------------------------------------------------------------------
 
     def apply(
         self,
@@ -447,33 +239,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # Stateless use ---------------------------------------------------------------
 
-    def stateless_scale_loss(
-        self, optimizer_variables: Sequence[Any], loss: Any
-    ) -> Any:
-        """`scale_loss` by the scale within `optimizer_variables`.
-
-        Args:
-            optimizer_variables: values of `optimizer.variables`, in their order.
-            loss: float tensor of any shape.
-        """
-        self._stage.scaled(engine.is_tracing())
-        return _multiply_wide(
-            loss, self._value_in(optimizer_variables, self.dynamic_scale)
-        )
-
-    def stateless_unscale(
-        self, optimizer_variables: Sequence[Any], grads: Iterable[Any]
-    ) -> list[Any]:
-        """`unscale` by the scale within `optimizer_variables`.
-
-        Args:
-            optimizer_variables: values of `optimizer.variables`, in their order.
-            grads: gradients of a scaled loss.
-        """
-        return self._unscale(
-            self._value_in(optimizer_variables, self.dynamic_scale), grads
-        )
-
     def stateless_apply(
         self,
         optimizer_variables: Sequence[Any],
@@ -498,42 +263,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return keras.optimizers.Optimizer.stateless_apply(
             self, optimizer_variables, _GradientsOf(grads, loss), trainable_variables
         )
-
-    def stateless_undo_skipped(
-        self, optimizer_variables: Sequence[Any], before: Any, after: Any
-    ) -> Any:
-        """What a step changed beside the weights, unless the step was skipped.
-
-        ```python
-        trainable, state = opt.stateless_apply(state, grads, trainable)
-        non_trainable = opt.stateless_undo_skipped(state, non_trainable, updated)
-        ```
-
-        Args:
-            optimizer_variables: as `stateless_apply` returned them.
-            before: a structure of tensors from before the step: the statistics of
-                normalisation, the state of metrics.
-            after: the same structure from after it.
-
-        Returns:
-            `after` if the step was applied, `before`, bit for bit, if not.
-        """
-        skips = self._value_in(optimizer_variables, self.consecutive_skip_counter)
-        applied = ops.equal(skips, 0)
-        return keras.tree.map_structure(
-            lambda old, new: ops.where(applied, new, old), before, after
-        )
-
-    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
-        optimizer_variables = list(optimizer_variables)
-        if len(optimizer_variables) != len(self.variables):
-            raise ValueError(
-                "`optimizer_variables` must hold one value for each of "
-                f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
-                f"for {len(self.variables)} variables."
-            )
-        index = next(i for i, v in enumerate(self.variables) if v is variable)
-        return optimizer_variables[index]
 
     # Saving ----------------------------------------------------------------------
 
@@ -560,43 +289,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         return cls(inner, **config)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Writes Keras' own layout, with the counters it does not have by name."""
-        self._inner_follows = True
-        checkpoint.save(self, store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads what ours, Keras' wrapper, or the inner optimizer alone has saved.
-
-        Raises:
-            ValueError: if that is damaged. Nothing is changed then.
-        """
-        self._inner_follows = False
-        self._inner_follows = checkpoint.load(self, store)
-        skips, broken = self.skip_counter.value, self.broken_counter.value
-        self.skip_watch.resume(int(ops.copy(skips)), int(ops.copy(broken)))
-
-    def __dir__(self) -> list[str]:
-        # Keras' saving goes on to what dir() names. After a refused checkpoint it must
-        # not: it would load the inner optimizer, of which it writes a second copy.
-        hidden = [] if self._inner_follows else ["inner_optimizer"]
-        return [name for name in super().__dir__() if name not in hidden]
-
-
-@functools.partial(engine.compiled, static=(0,))
-def _state_and_counts(
-    rule: LossScaleRule,
-    state: LossScaleState,
-    finite: Any,
-    codes: Any,
-    counts: Any = None,
-    applied: Any = None,
-) -> tuple[LossScaleState, Any]:
-    """The state, and the counts if given, after a step; the last code is the loss'."""
-    if counts is not None:
-        counts = counted(counts, codes, applied, state.skipped_steps)
-    return rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
-
 
 class _GradientsOf(list):
     """Gradients with their loss, for the way through Keras' `stateless_apply`."""
@@ -604,21 +296,3 @@ class _GradientsOf(list):
     def __init__(self, grads: Sequence[Any], loss: Any) -> None:
         super().__init__(grads)
         self.loss = loss
-
-
-def _multiply_wide(loss: Any, scale: Any) -> Any:
-    """loss * scale in float32: in float16 the product would overflow at once.
-
-    A loss that is not finite may have gradients that are, a mean absolute error of
-    infinity for one. Here they become nan, so that its step is skipped everywhere.
-    """
-    return _product(ops.convert_to_tensor(loss), ops.convert_to_tensor(scale))
-
-
-@engine.compiled
-def _product(loss: Any, scale: Any) -> Any:
-    double = keras.backend.standardize_dtype(loss.dtype) == "float64"
-    loss = ops.cast(loss, "float64" if double else "float32")
-    # No select, of which LLVM would compile a loop for each case.
-    zero_or_nan = ops.stop_gradient(loss - loss)
-    return ops.multiply(loss, ops.cast(scale, loss.dtype) + zero_or_nan)

@@ -40,6 +40,7 @@ LAYERS = [
     # policies and the optimizer: the rules with a state
     [
         "checkpoint",
+        "explicit_scaling",
         "gradient_stage",
         "hardware",
         "incoming_gradients",
@@ -47,6 +48,7 @@ LAYERS = [
         "loss_scale_optimizer",
         "optimizer_log",
         "policies",
+        "scaling_state",
         "skip_watch",
         "underflow",
     ],

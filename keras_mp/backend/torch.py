@@ -1,18 +1,23 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from keras_mp.backend.codes import INFINITE, NAN
 from keras_mp.backend.logs import (
     any_measured,
     loss_is_finite,
     with_scale,
     without_step,
+)
+from keras_mp.backend.torch_gradients import (
+    all_finite,
+    highest_of_all_processes,
+    nonfinite,
+    poison,
+    unscale,
 )
 
 __all__ = [
@@ -60,80 +65,6 @@ def check_strategy(variables: Sequence[Any], built: bool) -> None:
 def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
     """No scope: only TensorFlow has strategies."""
     return contextlib.nullcontext()
-
-
-def unscale(
-    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
-) -> list[Any]:
-    """Multiplies each gradient by `inverse_scale` in float32; None stays None.
-
-    What is the `.grad` of one of `variables` is multiplied where it is, as torch's own
-    GradScaler does it: a copy of all gradients costs more than the product.
-    """
-    wide: list[Any] = [
-        None if g is None else g.to(torch.promote_types(g.dtype, torch.float32))
-        for g in grads
-    ]
-    own = _own_memory(wide, variables) if variables is not None else set()
-    products = [
-        None if g is None else g if i in own else g * inverse_scale
-        for i, g in enumerate(wide)
-    ]
-    for index in own:
-        wide[index].mul_(inverse_scale)
-    return products
-
-
-def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
-    """Which gradients are the `.grad` of their variable, and no other's memory."""
-    users = collections.Counter(g.data_ptr() for g in grads if g is not None)
-    return {
-        index
-        for index, (grad, variable) in enumerate(zip(grads, variables, strict=True))
-        if grad is not None
-        and grad is variable.value.grad
-        and not grad.requires_grad
-        and users[grad.data_ptr()] == 1
-        and 0 not in grad.stride()
-    }
-
-
-def poison(grads: Sequence[Any]) -> list[Any]:
-    """Turns infinities into nan, which clipping by value cannot make finite again."""
-    return [
-        None if g is None else torch.where(torch.isfinite(g), g, torch.nan)
-        for g in grads
-    ]
-
-
-def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
-    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
-
-    In any process: summed over all of them before anyone decides.
-    """
-    present = [g for g in grads if g is not None]
-    codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
-    present = [g for g in present if g.is_floating_point()]  # A loss may be a number.
-    # The norm takes one pass, in few kernels. Squares overflow at 1.8e19: only then, or
-    # where a gradient is not finite, is each looked at.
-    if not torch.isfinite(torch.nn.utils.get_total_norm(present)):
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                found = INFINITE * grad.isinf().any() + NAN * grad.isnan().any()
-                codes[index] = found.clamp(max=NAN)
-    return _highest_of_all_processes(codes)
-
-
-def _highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
-    """The maximum over all processes, which all come here at the same step."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-    return values
-
-
-def all_finite(codes: torch.Tensor) -> torch.Tensor:
-    """Bool scalar: is each of the codes FINITE?"""
-    return ~codes.any()
 
 
 def update_if(
@@ -188,7 +119,7 @@ def undo_skipped(
         if int(optimizer.skip_counter.value) == count:
             return told(logs)
         # All processes have skipped, so all are here to tell each other of their loss.
-        if _highest_of_all_processes((~loss_is_finite(logs)).to(torch.int8)):
+        if highest_of_all_processes((~loss_is_finite(logs)).to(torch.int8)):
             blameless = optimizer.state_after_broken_step(own)
             for variable, value in zip(
                 optimizer.state_variables, blameless, strict=True

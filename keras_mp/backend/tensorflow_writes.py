@@ -1,0 +1,49 @@
+"""Variables of TensorFlow that are written only where a predicate is true."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_WRITING = threading.RLock()
+
+
+@contextlib.contextmanager
+def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[None]:
+    """Lets variables meanwhile be written only where `predicate` is true.
+
+    Selecting at each write, and not once after all, keeps XLA from computing a moment
+    twice, for itself and for the weight.
+    """
+    # Keras names some variables twice.
+    native = {id(v): v.value if isinstance(v, keras.Variable) else v for v in variables}
+    with _WRITING, contextlib.ExitStack() as undone:
+        for variable in native.values():
+            # In place of the methods of their class, and of these variables alone.
+            for name, method in _methods(variable, predicate).items():
+                setattr(variable, name, method)
+                undone.callback(delattr, variable, name)
+        yield
+
+
+def _methods(variable: Any, predicate: tf.Tensor) -> dict[str, Callable]:
+    write, thread = variable.assign, threading.get_ident()
+    # As it was before any write: fewer values live on at the same time.
+    before = tf.identity(variable)
+
+    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return write(value, *args, **kwargs)
+        value = tf.convert_to_tensor(value, variable.dtype)
+        return write(tf.where(predicate, value, before), *args, **kwargs)
+
+    def assign_add(delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(variable + delta, *args, **kwargs)
+
+    def assign_sub(delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(variable - delta, *args, **kwargs)
+
+    return {"assign": assign, "assign_add": assign_add, "assign_sub": assign_sub}
