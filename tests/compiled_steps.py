@@ -205,7 +205,6 @@ def sharding():
         return None
     from jax.experimental import topologies
 
-    jax.default_backend = lambda: "gpu"  # What a program is traced for.
     with open(target) as file:
         topology = topologies.get_topology_desc(
             "H100", "cuda", topology="1x1x1", target_config=file.read()
