@@ -109,7 +109,7 @@ def test_few_kernels_are_compiled_for_what_is_kept_of_a_step(number):
 
 @pytest.mark.skipif(not ON_GPU, reason="on CPUs it is of use")
 def test_nothing_is_called_small_where_that_is_of_no_use():
-    assert "small_call" not in train_step("wide", "Adam", True).text
+    assert "xla_cpu_small_call" not in train_step("wide", "Adam", True).text
 
 
 # Stand for the time to trace and to compile, which no test measures. What does not
