@@ -7,8 +7,12 @@ import keras
 from keras import ops
 
 from keras_mp.backend import engine
+from keras_mp.gradient_stage import GradientStage
 from keras_mp.incoming_gradients import divided
+from keras_mp.loss_scale import LossScaleRule
 from keras_mp.scaling_state import ScalingState
+from keras_mp.skip_watch import SkipWatch
+from keras_mp.underflow import UnderflowWatch
 
 
 class ExplicitScaling(ScalingState):
@@ -16,6 +20,12 @@ class ExplicitScaling(ScalingState):
 
     And their stateless twins, by the scale within values that are handed in.
     """
+
+    def _remember(self, rule: LossScaleRule, skip_watch: SkipWatch) -> None:
+        super()._remember(rule, skip_watch)
+        self.underflow_watch = UnderflowWatch()
+        # The stage is Python's own: TensorFlow's tracking must not wrap it.
+        self._stage = GradientStage()
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies a loss by the loss scale, in float32.
@@ -123,13 +133,20 @@ class ExplicitScaling(ScalingState):
             lambda old, new: ops.where(applied, new, old), before, after
         )
 
+    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
+        optimizer_variables = list(optimizer_variables)
+        if len(optimizer_variables) != len(self.variables):
+            raise ValueError(
+                "`optimizer_variables` must hold one value for each of "
+                f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
+                f"for {len(self.variables)} variables."
+            )
+        index = next(i for i, v in enumerate(self.variables) if v is variable)
+        return optimizer_variables[index]
+
 
 def _multiply_wide(loss: Any, scale: Any) -> Any:
-    """loss * scale in float32: in float16 the product would overflow at once.
-
-    A loss that is not finite may have gradients that are, a mean absolute error of
-    infinity for one. Here they become nan, so that its step is skipped everywhere.
-    """
+    """loss * scale in float32: in float16 the product would overflow at once."""
     loss, scale = ops.convert_to_tensor(loss), ops.convert_to_tensor(scale)
     double = keras.backend.standardize_dtype(loss.dtype) == "float64"
     loss = ops.cast(loss, "float64" if double else "float32")
@@ -138,5 +155,10 @@ def _multiply_wide(loss: Any, scale: Any) -> Any:
 
 @engine.compiled
 def _factor(loss: Any, scale: Any) -> Any:
+    """The scale, and nan where the loss is not finite.
+
+    Such a loss may have gradients that are, a mean absolute error of infinity for one.
+    They become nan, so that its step is skipped everywhere.
+    """
     # No select, of which LLVM would compile a loop for each case.
     return ops.cast(scale, loss.dtype) + (loss - loss)

@@ -11,7 +11,7 @@ from keras import ops
 from keras_mp.backend import engine
 from keras_mp.explicit_scaling import ExplicitScaling
 from keras_mp.gradient_check import check_gradients
-from keras_mp.gradient_stage import GradientStage, in_train_step
+from keras_mp.gradient_stage import in_train_step
 from keras_mp.incoming_gradients import divided, narrowed, stay_finite, to_look_at
 from keras_mp.inner_optimizer import (
     checked_inner,
@@ -23,7 +23,6 @@ from keras_mp.inner_optimizer import (
 )
 from keras_mp.loss_scale import LossScaleRule
 from keras_mp.skip_watch import SkipWatch
-from keras_mp.underflow import UnderflowWatch
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
@@ -114,9 +113,6 @@ class LossScaleOptimizer(ExplicitScaling):
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name)
         self.max_consecutive_skips = max_consecutive_skips
         self._remember(rule, skip_watch)
-        self.underflow_watch = UnderflowWatch()
-        # The stage is Python's own: TensorFlow's tracking must not wrap it.
-        self._stage = GradientStage()
         hold(self, inner_optimizer)
 
     # Building --------------------------------------------------------------------

@@ -18,12 +18,13 @@ from keras_mp.skip_watch import SkipWatch
 
 
 class ScalingState(keras.optimizers.LossScaleOptimizer):
-    """The variables of a `LossScaleState` and of the counts, of Keras' wrapper's kind.
+    """Keras' wrapper with the variables of a `LossScaleState`, and counts by variable.
 
     It moves them by the rule, reports on them, and reads and writes checkpoints.
     """
 
     def _remember(self, rule: LossScaleRule, skip_watch: SkipWatch) -> None:
+        """Creates the state; after Keras' own `__init__`, which tracks variables."""
         self.rule = rule
         self.skip_watch = skip_watch
         self._inner_follows = True
@@ -179,17 +180,6 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         )
         own = *self.state_variables, self.nonfinite_counts
         return list(zip(own, (*after, counts), strict=True))
-
-    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
-        optimizer_variables = list(optimizer_variables)
-        if len(optimizer_variables) != len(self.variables):
-            raise ValueError(
-                "`optimizer_variables` must hold one value for each of "
-                f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
-                f"for {len(self.variables)} variables."
-            )
-        index = next(i for i, v in enumerate(self.variables) if v is variable)
-        return optimizer_variables[index]
 
     # Saving ----------------------------------------------------------------------
 

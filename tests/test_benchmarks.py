@@ -340,6 +340,13 @@ def test_what_was_measured_before_a_failure_stays_beside_it(stub):
 
 
 @once
+def test_a_case_that_takes_minutes_is_measured_when_it_is_named(stub, monkeypatch):
+    monkeypatch.setattr(Stub, "WHEN_NAMED", ("b",), raising=False)
+    assert [r["case"] for r in stub()] == ["a", "c"]
+    assert [r["case"] for r in stub(cases=["b"])] == ["a", "c", "b"]
+
+
+@once
 def test_resume_leaves_out_what_is_there_and_has_not_failed(stub, monkeypatch):
     stub(cases=["a", "b"])
     begun = []

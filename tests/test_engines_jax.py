@@ -83,8 +83,10 @@ def test_weights_whose_types_say_how_they_are_sharded_are_trained_and_skipped():
         for name, axes in {"columns": (None, "model"), "rows": ("model", None)}.items()
     }
     ones = np.ones((3, 3), "float32")
+    # Looked at alone, and together.
+    names = ["rows", *(f"columns_{number}" for number in range(16))]
     optimizer = keras_mp.LossScaleOptimizer("adam", initial_scale=256.0)
-    optimizer.build([keras.Variable(ones, name=name) for name in places])
+    optimizer.build([keras.Variable(ones, name=name) for name in names])
 
     def placed(variable):
         place = [p for name, p in places.items() if name in variable.path]
@@ -97,9 +99,10 @@ def test_weights_whose_types_say_how_they_are_sharded_are_trained_and_skipped():
         optimizer.stateless_scale_loss(state, 1.0)
         return optimizer.stateless_apply(state, grads, weights)
 
-    before = [jax.device_put(ones, place) for place in places.values()]
-    after, state = step(before, state, [256 * w for w in before])
-    kept, state = step(after, state, [np.inf * w for w in before])
+    before = [placed(v) for v in optimizer._trainable_variables]
+    grads = [256 * w for w in before]
+    after, state = step(before, state, grads)
+    kept, state = step(after, state, [*grads[:-1], np.inf * grads[-1]])
     for old, new, last in zip(before, after, kept, strict=True):
         assert not np.array_equal(old, new) and np.array_equal(new, last)
         assert old.sharding == new.sharding == last.sharding

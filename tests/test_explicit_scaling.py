@@ -66,6 +66,22 @@ def test_two_step_loop_trains_as_float32_while_the_scale_grows():
     assert_close(variables, float32_training(8))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_loss_that_is_not_finite_has_gradients_that_are_nan(dtype):
+    # That of the distance to infinity is -1.
+    targets = np.array([np.inf, 1.0], dtype)
+    variable = keras.Variable(np.zeros(2, dtype), dtype=dtype)
+
+    def losses():
+        return keras.ops.abs(keras.ops.subtract(variable, targets))
+
+    scale_loss = growing().scale_loss
+    [each] = gradients(lambda: keras.ops.sum(scale_loss(losses())), [variable])
+    np.testing.assert_array_equal(values([each])[0], [np.nan, -4.0])
+    [mean] = gradients(lambda: scale_loss(keras.ops.mean(losses())), [variable])
+    assert np.isnan(values([mean])[0]).all()
+
+
 def test_three_step_loop_knows_that_gradients_are_unscaled_already():
     optimizer = growing()
     variables, loss = linear_model()

@@ -1,5 +1,7 @@
 """Which gradients are not finite: exactly, whatever their shapes and numbers."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -50,6 +52,26 @@ def test_one_value_among_many_is_found_and_named(shape, number):
         if arrays[index].size:
             arrays[index].flat[RNG.integers(arrays[index].size)] = value
     np.testing.assert_array_equal(codes_of(arrays), [code_of(a) for a in arrays])
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_in_float64_what_float32_cannot_hold_is_finite(number):
+    with x64():
+        for value in (1e300, -np.inf, np.nan):
+            arrays = [np.ones(3) for _ in range(number)]
+            arrays[-1][1] = value
+            np.testing.assert_array_equal(
+                codes_of(arrays), [code_of(a) for a in arrays]
+            )
+
+
+def x64():
+    """Where JAX keeps float64."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.enable_x64(True)
+    return contextlib.nullcontext()
 
 
 def test_a_nan_outweighs_an_infinity():

@@ -26,34 +26,53 @@ def powers(x):
     return x * x, x * x * x
 
 
-def lowered(function, *args, **kwargs):
-    return jax.jit(function).trace(*args).lower(**kwargs)
+@engine.compiled
+def rows(x, y):
+    return x[:, None] + y, x * 2
+
+
+def lowered(function, *args, platforms=("cpu",)):
+    traced = jax.jit(function).trace(*args)
+    return traced.lower(lowering_platforms=platforms)
 
 
 @pytest.mark.parametrize("function", [circle, powers])
-def test_a_scalar_or_several_results_are_called(function):
-    program = lowered(function, 0.5)
+@pytest.mark.parametrize("x", [np.float32(0.5), MANY[:5000]], ids=["one", "few"])
+def test_what_has_small_results_is_called(function, x):
+    program = lowered(function, x)
     assert TOLD in program.as_text()
     assert "to_apply" in program.compile().as_text()
 
 
-@pytest.mark.parametrize(
-    ("function", "x"), [(circle, MANY), (jax.vmap(circle), MANY)], ids=["many", "vmap"]
-)
-def test_a_result_of_many_elements_is_not(function, x):
-    # XLA would divide it among threads, and refuse to compile the call.
-    program = lowered(function, x)
+LARGE = {
+    "one": (circle, [MANY]),
+    "several": (powers, [MANY]),
+    "one of them": (rows, [MANY[:100], MANY[:1000]]),
+    "vmap": (jax.vmap(circle), [MANY]),
+    "jvp": (lambda x: jax.jvp(circle, (x,), (x,)), [MANY]),
+}
+
+
+@pytest.mark.parametrize(("function", "args"), LARGE.values(), ids=LARGE)
+def test_what_has_large_ones_is_not(function, args):
+    # XLA would divide them among threads, and may refuse to compile the call.
+    program = lowered(function, *args)
     assert TOLD not in program.as_text()
-    np.testing.assert_allclose(program.compile()(x), np.ones_like(x), rtol=1e-6)
+    for found, right in zip(
+        jax.tree.leaves(program.compile()(*args)),
+        jax.tree.leaves(function(*args)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, right, rtol=1e-6)
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")])
-def test_nothing_is_where_it_is_compiled_for_another_device(platforms):
+def test_nothing_is_called_where_it_is_compiled_for_another_device(platforms):
     # Whatever the default of this process is.
-    assert TOLD not in lowered(powers, 0.5, lowering_platforms=platforms).as_text()
+    assert TOLD not in lowered(powers, 0.5, platforms=platforms).as_text()
 
 
-def test_nor_outside_of_a_program():
+def test_outside_of_a_program_it_is_the_function_itself():
     assert circle(0.5) == pytest.approx(1)
     assert jax.vmap(powers)(jnp.ones(3))[1].tolist() == [1, 1, 1]
     with jax.disable_jit():

@@ -87,14 +87,14 @@ def _nonfinite(grads: list[Any]) -> Any:
     return lax.gather(
         lax.concatenate(codes, 0),
         order[:, np.newaxis],
-        _ELEMENTS,
+        _SINGLE_ELEMENTS,
         slice_sizes=(1,),
         mode="promise_in_bounds",
     )
 
 
-# Of a vector.
-_ELEMENTS = lax.GatherDimensionNumbers((), (0,), (0,))
+# How `gather` takes them from a vector.
+_SINGLE_ELEMENTS = lax.GatherDimensionNumbers((), (0,), (0,))
 
 
 def _codes(grads: list[Any]) -> Any:
@@ -105,7 +105,7 @@ def _codes(grads: list[Any]) -> Any:
     """
     if len(grads) == 1:
         (grad,) = grads
-        bits = _bits(grad, lax.full_like(grad, 2**31 - 1, np.int32))
+        bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
         return _largest(lax.expand_dims(bits, [0]), _code)
     number = -(-len(grads) // GRADIENTS_IN_A_WORD)
     lanes, shape = -(-len(grads) // number), grads[0].shape
@@ -131,18 +131,17 @@ def _word(grads: list[Any]) -> Any:
     below, above = lax.full((), _BELOW), lax.full((), _ABOVE)
     # Each code is too large by `_BELOW`. Integers wrap round.
     excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
-    two, too_large, largest = (
+    two, too_large, all_but_sign = (
         lax.full_like(grads[0], np.uint32(x).astype(np.int32), np.int32)
-        for x in (2, excess, 2**31 - 1)
+        for x in (2, excess, _ALL_BUT_SIGN)
     )
-    # All bits but that of the sign are those of the largest integer.
-    codes = [lax.clamp(below, _bits(g, largest), above) for g in grads]
+    codes = [lax.clamp(below, _bits(g, all_but_sign), above) for g in grads]
     word = codes.pop()
     while codes:
         word = lax.add(lax.shift_left(word, two), codes.pop())
-    # The remainder is the word itself. It keeps XLA from computing the word once more
-    # for each of its gradients.
-    return lax.rem(lax.sub(word, too_large), largest)
+    # The remainder by the largest integer is the word itself. It keeps XLA from
+    # computing the word once more for each of its gradients.
+    return lax.rem(lax.sub(word, too_large), all_but_sign)
 
 
 def _bits(x: Any, all_but_sign: Any) -> Any:
@@ -171,6 +170,7 @@ def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
 # The bits of the largest number, and as far above as NAN is above FINITE.
 _BELOW = np.int32(0x7F7FFFFF)
 _ABOVE = np.int32(_BELOW + NAN)
+_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 
 
 def all_finite(codes: Any) -> Any:

@@ -22,10 +22,10 @@ SUITES = ("cost", "seams", "train", "quality")
 def suite_named(name: str) -> Any:
     """The module of a suite.
 
-    It has NAME, NAMES (of its cases), ON (backends where it can be measured), IDENTITY
-    (the keys that tell its records apart), `jobs`, `tables`, `plot` and `measure`. That
-    is given `tell`, which is told how much is done, and `ready`, which it calls before
-    what nothing else must disturb.
+    It has NAME, NAMES (of its cases; it may have WHEN_NAMED, those that take minutes),
+    ON (backends where it can be measured), IDENTITY (the keys that tell its records
+    apart), `jobs`, `tables`, `plot` and `measure`. That is given `tell`, which is told
+    how much is done, and `ready`, which it calls before what nothing must disturb.
 
     Raises:
         ValueError: if there is none of that name.
@@ -49,7 +49,7 @@ def bench(
 
     Args:
         suite: "cost", "seams", "train" or "quality".
-        cases: names of cases of the suite; all of them if left out.
+        cases: names of cases of the suite; if left out, all that take no minutes.
         backends: of Keras; what is installed if left out ("quality": the first).
         peers: whom the suite "cost" measures; all of them if left out.
         seconds: how long to time; each suite knows what it takes otherwise ("train":
@@ -68,7 +68,9 @@ def bench(
         ValueError: for a name that there is not, naming those that there are.
     """
     module = suite_named(suite)
-    cases = _check("case", cases, module.NAMES)
+    slow = getattr(module, "WHEN_NAMED", ())
+    usual = [name for name in module.NAMES if name not in slow]
+    cases = usual if cases is None else _check("case", cases, module.NAMES)
     backends = _installed(module, backends)
     peers = _check("peer", peers, [peer.name for peer in PEERS])
     results = Results(out or f"keras_mp_{suite}.json", suite, module.IDENTITY)
