@@ -540,7 +540,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what to measure (default: cost)",
     )
     for name, told in (
-        ("--case", "cases of the suite (default: all that take no minutes)"),
+        ("--case", "cases of the suite (default: all but those that take long)"),
         ("--backend", "Keras backends (default: those installed; quality: the first)"),
         ("--peer", "whom cost measures (default: all)"),
     ):

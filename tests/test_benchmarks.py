@@ -340,7 +340,7 @@ def test_what_was_measured_before_a_failure_stays_beside_it(stub):
 
 
 @once
-def test_a_case_that_takes_minutes_is_measured_when_it_is_named(stub, monkeypatch):
+def test_a_case_that_takes_long_is_measured_when_it_is_named(stub, monkeypatch):
     monkeypatch.setattr(Stub, "WHEN_NAMED", ("b",), raising=False)
     assert [r["case"] for r in stub()] == ["a", "c"]
     assert [r["case"] for r in stub(cases=["b"])] == ["a", "c", "b"]

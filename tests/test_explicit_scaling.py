@@ -435,14 +435,15 @@ def test_an_ensemble_steps_each_member_by_itself(how):
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="XLA divides large results among threads")
-def test_a_loss_for_each_of_many_elements_is_scaled_in_a_compiled_step():
+@pytest.mark.parametrize("number", [2**13, 2**17])
+def test_a_loss_for_each_of_many_elements_is_scaled_in_a_compiled_step(number):
     import jax
 
     optimizer = keras_mp.LossScaleOptimizer("sgd", initial_scale=4.0)
     optimizer.build([keras.Variable(1.0)])
     state = [v.value for v in optimizer.variables]
     scaled = functools.partial(optimizer.stateless_scale_loss, state)
-    losses = np.ones(2**17, "float32")
+    losses = np.ones(number, "float32")
     for each in (scaled, jax.vmap(scaled)):
         compiled = jax.jit(jax.grad(lambda x, each=each: each(2 * x).sum()))
         assert (compiled(losses) == 8).all()

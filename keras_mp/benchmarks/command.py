@@ -22,7 +22,7 @@ SUITES = ("cost", "seams", "train", "quality")
 def suite_named(name: str) -> Any:
     """The module of a suite.
 
-    It has NAME, NAMES (of its cases; it may have WHEN_NAMED, those that take minutes),
+    It has NAME, NAMES (of its cases; it may have WHEN_NAMED, those that take long),
     ON (backends where it can be measured), IDENTITY (the keys that tell its records
     apart), `jobs`, `tables`, `plot` and `measure`. That is given `tell`, which is told
     how much is done, and `ready`, which it calls before what nothing must disturb.
@@ -49,7 +49,7 @@ def bench(
 
     Args:
         suite: "cost", "seams", "train" or "quality".
-        cases: names of cases of the suite; if left out, all that take no minutes.
+        cases: names of cases of the suite; if left out, all but those that take long.
         backends: of Keras; what is installed if left out ("quality": the first).
         peers: whom the suite "cost" measures; all of them if left out.
         seconds: how long to time; each suite knows what it takes otherwise ("train":

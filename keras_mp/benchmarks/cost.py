@@ -22,7 +22,7 @@ NAMES = tuple(case.name for case in CASES)
 WHEN_NAMED = ("no-jit-1000",)
 NAMES_OF_PEERS = tuple(peer.name for peer in PEERS)
 ON = BACKENDS
-SECONDS = 6.0  # to time a case, compilation and checks aside
+SECONDS = 5.0  # to time a case, compilation and checks aside
 LIMIT = 900.0  # for all of a case: some peers compile for more than a minute
 
 

@@ -34,16 +34,16 @@ __all__ = ["IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot", "tables
 NAME = "seams"
 IDENTITY = ("case", "backend")
 NAMES = tuple(CASES)
-WHEN_NAMED = ("compile-1000",)
+WHEN_NAMED = ("compile-100", "compile-1000")
 ON = BACKENDS
-SECONDS = 5.0
+SECONDS = 4.0
 LIMIT = 300.0
 CALLS = 200  # of a layer, in what is timed as a step: the seams come and go before it
 IMPORTS = 3
 # How often, and what: a thousand variables take Keras' own wrapper too long.
 _BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
 COMPILATIONS = {
-    "compile-10": (7, _BOTH),
+    "compile-10": (5, _BOTH),
     "compile-100": (3, _BOTH),
     "compile-1000": (1, {"keras_mp": ""}),
 }
