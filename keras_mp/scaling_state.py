@@ -1,6 +1,5 @@
 """What the optimizer wrapper remembers from step to step, and what that tells."""
 
-import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -206,7 +205,7 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         return [name for name in super().__dir__() if name not in hidden]
 
 
-@functools.partial(engine.compiled, static=(0,))
+@engine.compiled(like=(1, 4), static=(0,))
 def _state_and_counts(
     rule: LossScaleRule,
     state: LossScaleState,

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 from jax import lax
 
+from keras_mp.backend.jax_equations import compiled
 from keras_mp.backend.jax_gradients import all_finite, nonfinite, poison, unscale
-from keras_mp.backend.jax_small_calls import compiled
 from keras_mp.backend.logs import (
     any_measured,
     loss_is_finite,

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from keras_mp.backend.codes import FINITE, NAN
+from keras_mp.backend.jax_equations import equation
 from keras_mp.backend.windows import in_windows
 
 # Gradients up to this many elements are checked together, so that the number of
@@ -26,7 +27,7 @@ def unscale(
     return _map_present(_unscale, grads, inverse_scale)
 
 
-@jax.jit
+@equation(lambda grads, inverse_scale: [_wide(g) for g in grads])
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
     wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
     # Once for each shape: XLA reads every line.
@@ -40,7 +41,7 @@ def poison(grads: Sequence[Any]) -> list[Any]:
     return _map_present(_poison, grads)
 
 
-@jax.jit
+@equation(lambda grads: grads)
 def _poison(grads: list[Any]) -> list[Any]:
     return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
 
@@ -51,6 +52,10 @@ def _map_present(
     """Applies a function of a list to those gradients that are not None."""
     results = iter(function([g for g in grads if g is not None], *args))
     return [None if g is None else next(results) for g in grads]
+
+
+def _wide(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, _wide_dtype(x))
 
 
 def _wide_dtype(x: Any) -> Any:
@@ -66,7 +71,7 @@ def nonfinite(grads: Sequence[Any]) -> Any:
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
-@jax.jit
+@equation(lambda grads: jax.ShapeDtypeStruct((len(grads),), np.int8))
 def _nonfinite(grads: list[Any]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):

@@ -51,9 +51,9 @@ def is_tracing() -> bool:
     return not tf.executing_eagerly()
 
 
-def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
+def compiled(like: Any, static: Sequence[int] = ()) -> Callable[[Callable], Callable]:
     """The function itself: compiling is left to the `tf.function` it is called in."""
-    return function
+    return lambda function: function
 
 
 def outside_trace() -> contextlib.AbstractContextManager:

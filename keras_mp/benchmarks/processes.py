@@ -83,6 +83,8 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            # A group of its own, to stop what it has started too.
+            process_group=0 if CAN_PIN else None,
             env={
                 **os.environ,
                 "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -137,18 +139,25 @@ class Process:
     def end(self) -> None:
         """Ends it, if it has not ended."""
         if self._process.poll() is None:
-            self._process.kill()
+            if CAN_PIN:
+                self._signal(signal.SIGKILL)
+            else:
+                self._process.kill()
             self._process.wait()
 
     def stop(self) -> None:
         """Has it stand still, where the system knows that."""
         if CAN_PIN:
-            self._process.send_signal(signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Takes `stop` back."""
         if CAN_PIN:
-            self._process.send_signal(signal.SIGCONT)
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def _let_go(self) -> None:
         assert self._process.stdin

@@ -3,6 +3,7 @@
 A layer's call, `import keras_mp`, a step of `fit`, tracing and compiling a step.
 """
 
+import contextlib
 import gc
 import random
 import subprocess
@@ -43,8 +44,8 @@ IMPORTS = 3
 # How often, and what: a thousand variables take Keras' own wrapper too long.
 _BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
 COMPILATIONS = {
-    "compile-10": (5, _BOTH),
-    "compile-100": (3, _BOTH),
+    "compile-10": (7, _BOTH),
+    "compile-100": (7, _BOTH),
     "compile-1000": (1, {"keras_mp": ""}),
 }
 
@@ -94,14 +95,15 @@ def measure(
         One record: `ratios` over Keras without keras_mp, with `control` and whether it
         is `conclusive` where they are of pairs; or `seconds`.
     """
-    ready()
     if case == "layer-call":
-        found = _in_pairs(_layer_calls(), seconds, tell)
+        found = _in_pairs(_layer_calls(), seconds, tell, ready)
     elif case == "fit":
-        found = _in_pairs(_fits(smallest), seconds, tell)
+        found = _in_pairs(_fits(smallest), seconds, tell, ready)
     elif case == "import":
-        found = {"seconds": {"import keras_mp": _imports(1 if smallest else IMPORTS)}}
+        times = _imports(1 if smallest else IMPORTS, ready)
+        found = {"seconds": {"import keras_mp": times}}
     else:
+        ready()
         number, names = COMPILATIONS[case]
         sizes = case.replace("compile", "no-jit")
         rounds = 1 if smallest else number
@@ -113,11 +115,13 @@ def _in_pairs(
     runs: dict[str, Callable[[int], None]],
     seconds: float,
     tell: Callable[[float], object],
+    ready: Callable[[], object],
 ) -> dict[str, Any]:
     base = runs.pop("")
     base(1)
     for run in runs.values():
         run(1)
+    ready()
     timings = time_in_pairs(base, runs, seconds, tell=tell)
     control = timings.pop(CONTROL)
     return {
@@ -212,20 +216,35 @@ def _fit(
 _IMPORT = """
 import time
 import keras
+print(flush=True)
+input()
 start = time.perf_counter()
 import keras_mp
 print(time.perf_counter() - start)
 """
 
 
-def _imports(number: int) -> dict[str, float]:
-    times = []
-    for _ in range(number):
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True
-        )
-        times.append(float(done.stdout.splitlines()[-1]))
+def _imports(number: int, ready: Callable[[], object]) -> dict[str, float]:
+    with contextlib.ExitStack() as ended:
+        waiting = [_with_keras(ended) for _ in range(number)]
+        ready()
+        times = [float(process.communicate("go")[0]) for process in waiting]
     return quartiles(times)._asdict()
+
+
+def _with_keras(ended: contextlib.ExitStack) -> subprocess.Popen:
+    """A process that has imported Keras."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _IMPORT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    ended.enter_context(process)
+    ended.callback(process.kill)
+    assert process.stdout
+    process.stdout.readline()
+    return process
 
 
 # Tracing and compiling ----------------------------------------------------------------
