@@ -46,7 +46,7 @@ _BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
 COMPILATIONS = {
     "compile-10": (7, _BOTH),
     "compile-100": (7, _BOTH),
-    "compile-1000": (1, {"keras_mp": ""}),
+    "compile-1000": (3, {"keras_mp": ""}),
 }
 
 
