@@ -165,7 +165,9 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         """What our own variables come to in a step with these codes."""
         state = LossScaleState(*(v.value for v in self.state_variables))
         if not counting:
-            after, _ = _state_and_counts(self.rule, state, finite, codes[-1:])
+            after, _ = _state_and_counts(
+                self.rule, state, finite, codes[-1:], None, None
+            )
             return list(zip(self.state_variables, after, strict=True))
         indices = [self._get_variable_index(v) for v in variables]
         if indices != list(range(len(self._trainable_variables))):
@@ -211,8 +213,8 @@ def _state_and_counts(
     state: LossScaleState,
     finite: Any,
     codes: Any,
-    counts: Any = None,
-    applied: Any = None,
+    counts: Any,
+    applied: Any,
 ) -> tuple[LossScaleState, Any]:
     """The state, and the counts if given, after a step; the last code is the loss'."""
     if counts is not None:

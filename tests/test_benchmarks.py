@@ -411,6 +411,7 @@ import json, os, sys, time
 job = json.loads(sys.argv[1])
 path = job["options"]["path"]
 if job["about"]["case"] == "writes":
+    os.fork()  # What it has started stands still too.
     while True:
         with open(path, "a") as file:
             file.write("x")

@@ -114,7 +114,7 @@ def test_nothing_is_called_small_where_that_is_of_no_use():
 
 # Stand for the time to trace and to compile, which no test measures. What does not
 # grow with the number of variables: state of the scale, counts, statistics, logs.
-EQUATIONS_OF_A_STEP, INSTRUCTIONS_OF_A_STEP = 250, 500
+EQUATIONS_OF_A_STEP, INSTRUCTIONS_OF_A_STEP = 50, 500
 
 
 @pytest.mark.parametrize("number", [10, 100, 1000])

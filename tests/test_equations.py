@@ -8,6 +8,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("programs of XLA, as JAX makes them", allow_module_level=True)
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from keras_mp.backend import engine
@@ -154,3 +155,21 @@ def test_types_that_say_how_they_are_sharded_are_kept():
     shape = jax.eval_shape(lambda x: powers(x)[0], x)
     assert shape.sharding.spec == spec
     np.testing.assert_allclose(jax.jit(powers)(x)[1], MANY[:8] ** 3, rtol=1e-6)
+
+
+def test_what_numpy_holds_in_float64_is_what_jax_makes_of_it():
+    def products(grads, scale):
+        return engine.unscale(grads, scale)
+
+    want = products([jnp.ones(3), None], 0.5)[0]
+    assert want.dtype == "float32"
+    (found, _) = jax.jit(lambda scale: products([np.ones(3), None], scale))(0.5)
+    assert found.dtype == want.dtype
+    np.testing.assert_array_equal(found, want)
+
+
+def test_sizes_that_are_not_known_yet_are_exported():
+    (size,) = jax.export.symbolic_shape("size")
+    unknown = jax.ShapeDtypeStruct((size,), "float32")
+    exported = jax.export.export(jax.jit(powers), platforms=["cpu"])(unknown)
+    assert exported.call(2 * jnp.ones(3))[1].tolist() == [8, 8, 8]

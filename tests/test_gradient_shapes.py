@@ -158,10 +158,10 @@ def reductions(count):
         return sum(kind in ("Max", "Min", "Sum", "Any", "All") for kind in kinds)
     import jax
 
-    program = jax.make_jaxpr(optimizer.stateless_apply)(
+    program = jax.jit(optimizer.stateless_apply).lower(
         [v.value for v in optimizer.variables], grads, [v.value for v in variables]
     )
-    return str(program).count(" reduce")
+    return program.as_text().count("stablehlo.reduce(")
 
 
 # Dtypes of variables -----------------------------------------------------------------

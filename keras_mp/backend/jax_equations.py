@@ -53,9 +53,9 @@ def equation(
 ) -> Callable[[Callable], Callable]:
     """Makes one equation of a function of structures of arrays.
 
-    `results`: of the same arguments, what the results are like: arrays, or
-    jax.ShapeDtypeStruct.
-    `static`: the places of arguments that are neither.
+    `results`: of the types of its arguments, what the results are like: what has a
+    shape and a dtype.
+    `static`: the places of arguments that are no arrays.
     `small`: whether XLA is to call it, where the results are small.
     """
 
@@ -66,17 +66,20 @@ def equation(
         def call(*args: Any) -> Any:
             arrays = [a for place, a in enumerate(args) if place not in static]
             leaves, tree = jax.tree.flatten(arrays)
-            # Where their types say how they are sharded, JAX finds out of the results.
+            types = [jax.typeof(x) for x in leaves]
+            # Where types name a mesh, JAX finds out how the results are sharded.
             if not any(isinstance(x, jax.core.Tracer) for x in leaves) or not all(
-                jax.typeof(x).sharding.mesh.empty for x in leaves
+                t.sharding.mesh.empty for t in types
             ):
                 return jitted(*args)
             fixed = tuple((place, args[place]) for place in static)
-            likes, out = jax.tree.flatten(results(*args))
+            flat = _Flat(jitted, tree, fixed)
+            # Not of what was given: a float64 of NumPy's may be a float32 here.
+            likes, out = jax.tree.flatten(results(*flat.arguments(types)))
             found = _primitive().bind(
                 *leaves,
                 name=function.__name__,
-                function=_Flat(jitted, tree, fixed),
+                function=flat,
                 avals=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in likes),
                 small=small,
             )
@@ -94,11 +97,14 @@ class _Flat(NamedTuple):
     tree: Any
     static: tuple[tuple[int, Any], ...]
 
-    def __call__(self, *leaves: Any) -> list[Any]:
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         args = self.tree.unflatten(leaves)
         for place, value in self.static:
             args.insert(place, value)
-        return jax.tree.leaves(self.function(*args))
+        return args
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        return jax.tree.leaves(self.function(*self.arguments(leaves)))
 
 
 @functools.cache
@@ -147,6 +153,8 @@ def _lower(
     )
     if (
         small
+        # With sizes that are not known yet, each call is handed them too.
+        and not context.dim_var_values
         and tuple(context.module_context.platforms) == ("cpu",)
         and all(math.prod(aval.shape) <= SMALL for aval in context.avals_out)
     ):

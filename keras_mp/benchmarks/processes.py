@@ -4,6 +4,7 @@ Keras reads KERAS_BACKEND once, when it is imported; and what frameworks keep of
 measurement must not be there in the next.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -157,7 +158,8 @@ class Process:
 
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # It has just ended.
+                os.killpg(self._process.pid, number)
 
     def _let_go(self) -> None:
         assert self._process.stdin

@@ -34,7 +34,8 @@ def main(job: dict[str, Any]) -> None:
 
     def ready() -> None:
         say("ready", None)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            raise SystemExit("nobody is there any more to ask for records")
 
     for record in suite.measure(
         **job["about"], **job["options"], tell=tell, ready=ready
