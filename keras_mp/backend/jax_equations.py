@@ -66,11 +66,11 @@ def equation(
         def call(*args: Any) -> Any:
             arrays = [a for place, a in enumerate(args) if place not in static]
             leaves, tree = jax.tree.flatten(arrays)
+            if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+                return jitted(*args)
             types = [jax.typeof(x) for x in leaves]
             # Where types name a mesh, JAX finds out how the results are sharded.
-            if not any(isinstance(x, jax.core.Tracer) for x in leaves) or not all(
-                t.sharding.mesh.empty for t in types
-            ):
+            if not all(t.sharding.mesh.empty for t in types):
                 return jitted(*args)
             fixed = tuple((place, args[place]) for place in static)
             flat = _Flat(jitted, tree, fixed)
