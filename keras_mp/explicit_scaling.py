@@ -153,7 +153,7 @@ def _multiply_wide(loss: Any, scale: Any) -> Any:
     return ops.multiply(loss, _factor(ops.stop_gradient(loss), scale))
 
 
-@engine.compiled(like=0)
+@engine.compiled(lambda loss, scale: loss)
 def _factor(loss: Any, scale: Any) -> Any:
     """The scale, and nan where the loss is not finite.
 

@@ -199,11 +199,9 @@ class LossScaleOptimizer(ExplicitScaling):
             loss = ops.convert_to_tensor(loss)
         found, norm = to_look_at(narrow, variables, self.inner_optimizer)
         codes = engine.nonfinite([*found, norm, loss])
-        finite = engine.all_finite(codes[:-1])
         stateless = keras.src.backend.in_stateless_scope()
-        # Eagerly it is known whether there is something to count.
-        counting = tracing or stateless or not finite
-        after = self._after(finite, codes, variables, counting)
+        eager = not (tracing or stateless)
+        finite, after = self._decide(codes, variables, eager)
         engine.update_if(
             finite,
             update,

@@ -159,28 +159,30 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         """What `state_variables` come to if the loss of a step was not finite."""
         return self.rule.next(LossScaleState(*values), False, False)
 
-    def _after(
-        self, finite: Any, codes: Any, variables: Sequence[Any], counting: bool
-    ) -> list[tuple[keras.Variable, Any]]:
-        """What our own variables come to in a step with these codes."""
+    def _decide(
+        self, codes: Any, variables: Sequence[Any], eager: bool
+    ) -> tuple[Any, list[tuple[keras.Variable, Any]]]:
+        """Whether a step with these codes is applied, and our own variables after it.
+
+        The last code is its loss'.
+        """
         state = LossScaleState(*(v.value for v in self.state_variables))
-        if not counting:
-            after, _ = _state_and_counts(
-                self.rule, state, finite, codes[-1:], None, None
-            )
-            return list(zip(self.state_variables, after, strict=True))
+        finite = engine.all_finite(codes[:-1]) if eager else None
+        if eager and finite:  # There is nothing to count.
+            _, after, _ = _decision(self.rule, state, finite, codes[-1:], None, None)
+            return finite, list(zip(self.state_variables, after, strict=True))
         indices = [self._get_variable_index(v) for v in variables]
         if indices != list(range(len(self._trainable_variables))):
             # Only some of the variables, or in another order.
             columns = ops.one_hot(indices, len(self._trainable_variables), dtype="int8")
             known = ops.max(codes[: len(indices), np.newaxis] * columns, axis=0)
-            codes = ops.concatenate([known, codes[-1:]])
+            codes = ops.concatenate([known, codes[len(indices) :]])
         applied = self.inner_optimizer._iterations.value
-        after, counts = _state_and_counts(
+        finite, after, counts = _decision(
             self.rule, state, finite, codes, self.nonfinite_counts.value, applied
         )
         own = *self.state_variables, self.nonfinite_counts
-        return list(zip(own, (*after, counts), strict=True))
+        return finite, list(zip(own, (*after, counts), strict=True))
 
     # Saving ----------------------------------------------------------------------
 
@@ -207,16 +209,28 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         return [name for name in super().__dir__() if name not in hidden]
 
 
-@engine.compiled(like=(1, 4), static=(0,))
-def _state_and_counts(
+@engine.compiled(
+    lambda rule, state, finite, codes, counts, applied: (
+        keras.KerasTensor((), "bool"), state, counts
+    ),
+    static=(0,),
+)  # fmt: skip
+def _decision(
     rule: LossScaleRule,
     state: LossScaleState,
     finite: Any,
     codes: Any,
     counts: Any,
     applied: Any,
-) -> tuple[LossScaleState, Any]:
-    """The state, and the counts if given, after a step; the last code is the loss'."""
+) -> tuple[Any, LossScaleState, Any]:
+    """Whether a step is finite, and the state and counts after it.
+
+    All in one, of which XLA makes one kernel. `finite` and `counts` may be None: not
+    known yet, and not asked for.
+    """
+    if finite is None:
+        finite = engine.all_finite(codes[:-1])
     if counts is not None:
         counts = counted(counts, codes, applied, state.skipped_steps)
-    return rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
+    after = rule.next(state, finite, ops.equal(codes[-1], FINITE))
+    return finite, after, counts

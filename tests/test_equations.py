@@ -18,22 +18,22 @@ TOLD = "xla_cpu_small_call"
 MANY = np.linspace(0, 1, 100_000, dtype="float32")
 
 
-@engine.compiled(like=0)
+@engine.compiled(lambda x, *_: x)
 def circle(x):
     return jnp.sin(x) ** 2 + jnp.cos(x) ** 2
 
 
-@engine.compiled(like=(0, 0))
+@engine.compiled(lambda x: (x, x))
 def powers(x):
     return x * x, x * x * x
 
 
-@engine.compiled(like=(0, 1))
+@engine.compiled(lambda x, y: (x, y))
 def sums(x, y):
     return x + y.sum(), y + x[0]
 
 
-@engine.compiled(like=(1, 0), static=(2,))
+@engine.compiled(lambda x, y, *_: (y, x), static=(2,))
 def swapped(x, y, unread, also_unread):
     return y, x + 1
 
@@ -54,6 +54,26 @@ def test_what_has_small_results_is_called(function, x):
     program = lowered(function, x)
     assert TOLD in program.as_text()
     assert "to_apply" in program.compile().as_text()
+
+
+@engine.compiled(lambda codes: jax.ShapeDtypeStruct((), "bool"))
+def flag(codes):
+    return engine.all_finite(codes)
+
+
+@pytest.mark.parametrize("number", [1, 2, 17, 1000, 8000])
+def test_a_flag_of_codes_is_in_a_call_what_it_is_outside(number):
+    finite = np.zeros(number, "int8")
+    called = lowered(flag, finite)
+    assert TOLD in called.as_text()
+    places = {0, number // 3, number // 2, number - 1}
+    for run in (called.compile(), jax.jit(engine.all_finite)):
+        assert run(finite)
+        for place in places:
+            for code in (1, 2):
+                one = finite.copy()
+                one[place] = code
+                assert not run(one)
 
 
 LARGE = {

@@ -4,9 +4,9 @@ JAX takes its time for each equation, and for each transformation of it. What is
 these is traced once, when the program is lowered; for which device is known by then.
 
 XLA for CPUs compiles each small result on its own, and takes as long for a scalar as
-for any other. What it calls, and is told is small, it compiles as a whole. It knows no
-reductions there, and a result of many elements it divides among threads, which then
-cannot be called: that is not told to be small.
+for any other. What it calls, and is told is small, it compiles as a whole. Long sums
+and maxima it leaves to a library, and a result of many elements it divides among
+threads, which then cannot be called: that is not told to be small.
 """
 
 import functools
@@ -24,13 +24,14 @@ from jax.interpreters.partial_eval import dce_jaxpr
 SMALL = 8 * 1024
 
 
-def compiled(like: Any, static: Sequence[int] = ()) -> Callable[[Callable], Callable]:
+def compiled(
+    results: Callable, static: Sequence[int] = ()
+) -> Callable[[Callable], Callable]:
     """Makes one equation of a function of a few small tensors, element by element.
 
-    No reductions, loops or conditionals are to be in it.
+    No sums, maxima, loops or conditionals are to be in it.
 
-    `like`: the places of the arguments which the results are like, in a structure.
-    `static`: the places of arguments that are no tensors.
+    `results`, `static`: as for `equation`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -39,9 +40,6 @@ def compiled(like: Any, static: Sequence[int] = ()) -> Callable[[Callable], Call
             # Functions of jax.numpy are jitted, which takes longer than to trace them.
             with jax.disable_jit():
                 return function(*args)
-
-        def results(*args: Any) -> Any:
-            return jax.tree.map(args.__getitem__, like)
 
         return equation(results, static, small=True)(inline)
 
@@ -73,7 +71,7 @@ def equation(
             if not all(t.sharding.mesh.empty for t in types):
                 return jitted(*args)
             fixed = tuple((place, args[place]) for place in static)
-            flat = _Flat(jitted, tree, fixed)
+            flat = _Flat(function, tree, fixed)
             # Not of what was given: a float64 of NumPy's may be a float32 here.
             likes, out = jax.tree.flatten(results(*flat.arguments(types)))
             found = _primitive().bind(
@@ -141,6 +139,15 @@ def _lower(
     small: bool,
     **_: Any,
 ) -> Sequence[ir.Value]:
+    called = (
+        small
+        # With sizes that are not known yet, each call is handed them too.
+        and not context.dim_var_values
+        and tuple(context.module_context.platforms) == ("cpu",)
+        and all(math.prod(aval.shape) <= SMALL for aval in context.avals_out)
+    )
+    if not called:
+        return mlir.lower_fun(function)(context, *args)
     traced = jax.make_jaxpr(function)(*context.avals_in)
     # XLA cannot call what does not read all that it is given.
     jaxpr, read = dce_jaxpr(traced.jaxpr, [True] * len(context.avals_out))
@@ -151,15 +158,8 @@ def _lower(
         name=name,
         call_jaxpr=traced.replace(jaxpr=jaxpr),
     )
-    if (
-        small
-        # With sizes that are not known yet, each call is handed them too.
-        and not context.dim_var_values
-        and tuple(context.module_context.platforms) == ("cpu",)
-        and all(math.prod(aval.shape) <= SMALL for aval in context.avals_out)
-    ):
-        told = {"inlineable": "false", "xla_cpu_small_call": "true"}
-        results[0].owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
-            {word: ir.StringAttr.get(value) for word, value in told.items()}
-        )
+    told = {"inlineable": "false", "xla_cpu_small_call": "true"}
+    results[0].owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {word: ir.StringAttr.get(value) for word, value in told.items()}
+    )
     return results

@@ -111,7 +111,8 @@ def _codes(grads: list[Any]) -> Any:
     if len(grads) == 1:
         (grad,) = grads
         bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
-        return _largest(lax.expand_dims(bits, [0]), _code)
+        # No axis more before all is done: XLA would move it down, a line at a time.
+        return lax.expand_dims(_largest(bits, _code, first=0), [0])
     number = -(-len(grads) // GRADIENTS_IN_A_WORD)
     lanes, shape = -(-len(grads) // number), grads[0].shape
     # As many in each, some of them twice: all words of a shape are then one kernel.
@@ -127,18 +128,16 @@ def _codes(grads: list[Any]) -> Any:
     rows = lax.bitwise_and(rows, lax.full_like(rows, 3))
     rows = lax.reshape(rows, (len(words) * lanes, *shape))
     # A maximum, and no `or`, which collectives do not know.
-    return lax.slice_in_dim(_largest(rows, lambda code: code), 0, len(grads))
+    return lax.slice_in_dim(_largest(rows, lambda code: code, first=1), 0, len(grads))
 
 
-@jax.jit  # Traced once for each shape.
 def _word(grads: list[Any]) -> Any:
-    # Constants that stand there once: XLA reads every line.
-    below, above = lax.full((), _BELOW), lax.full((), _ABOVE)
     # Each code is too large by `_BELOW`. Integers wrap round.
     excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
-    two, too_large, all_but_sign = (
+    # Constants that stand there once, in full: XLA reads every line.
+    two, too_large, all_but_sign, below, above = (
         lax.full_like(grads[0], np.uint32(x).astype(np.int32), np.int32)
-        for x in (2, excess, _ALL_BUT_SIGN)
+        for x in (2, excess, _ALL_BUT_SIGN, _BELOW, _ABOVE)
     )
     codes = [lax.clamp(below, _bits(g, all_but_sign), above) for g in grads]
     word = codes.pop()
@@ -163,13 +162,13 @@ def _code(bits: Any) -> Any:
     return lax.sub(lax.clamp(_BELOW, bits, _ABOVE), lax.full_like(bits, _BELOW))
 
 
-def _largest(rows: Any, code: Callable[[Any], Any]) -> Any:
-    """The largest code of each row, int8."""
-    if parted := in_windows(rows.shape, first=1):
+def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
+    """The largest code, int8; the axes before the `first` stay."""
+    if parted := in_windows(x.shape, first):
         shape, axis = parted
-        rows = lax.reduce(lax.reshape(rows, shape), np.int32(0), lax.max, (axis,))
-    codes = lax.convert_element_type(code(rows), np.int8)
-    return lax.reduce(codes, np.int8(0), lax.max, tuple(range(1, codes.ndim)))
+        x = lax.reduce(lax.reshape(x, shape), np.int32(0), lax.max, (axis,))
+    codes = lax.convert_element_type(code(x), np.int8)
+    return lax.reduce(codes, np.int8(0), lax.max, tuple(range(first, codes.ndim)))
 
 
 # The bits of the largest number, and as far above as NAN is above FINITE.
@@ -182,8 +181,15 @@ def all_finite(codes: Any) -> Any:
     """Bool scalar: is each of the codes FINITE?"""
     if not isinstance(codes, jax.core.Tracer):
         return not codes.any()
-    # Where the highest code is: the first of the highest, and so before all others if
-    # they are FINITE. This XLA leaves whole. A sum or a maximum it would part in three
-    # kernels, or compute once more in each of the selects that read the flag.
-    codes = lax.concatenate([lax.full((1,), codes.dtype.type(FINITE)), codes], 0)
-    return lax.eq(lax.argmax(codes, 0, np.int32), np.int32(0))
+    # With its opposite, each made of the other, which XLA leaves whole. One alone it
+    # would part in three kernels, or compute once more in each select that reads it.
+    finite = lax.eq(codes, lax.full_like(codes, FINITE))
+    operands, initial = (finite, lax.bitwise_not(finite)), (np.True_, np.False_)
+    every, some = lax.reduce(operands, initial, _every_and_some, (0,))
+    # Of a result that is not read XLA would rid the program, and check it once more.
+    return lax.bitwise_and(every, lax.bitwise_not(some))
+
+
+def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
+    every = lax.bitwise_and(x[0], lax.bitwise_not(y[1]))
+    return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))

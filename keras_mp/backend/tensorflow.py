@@ -51,7 +51,9 @@ def is_tracing() -> bool:
     return not tf.executing_eagerly()
 
 
-def compiled(like: Any, static: Sequence[int] = ()) -> Callable[[Callable], Callable]:
+def compiled(
+    results: Callable, static: Sequence[int] = ()
+) -> Callable[[Callable], Callable]:
     """The function itself: compiling is left to the `tf.function` it is called in."""
     return lambda function: function
 

@@ -44,7 +44,9 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling()
 
 
-def compiled(like: Any, static: Sequence[int] = ()) -> Callable[[Callable], Callable]:
+def compiled(
+    results: Callable, static: Sequence[int] = ()
+) -> Callable[[Callable], Callable]:
     """The function itself: its lines cost little."""
     return lambda function: function
 
