@@ -1,4 +1,4 @@
-"""What the optimizer wrapper remembers from step to step, and what that tells."""
+"""What the optimizer wrapper remembers from step to step, and decides by."""
 
 import sys
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from keras_mp.skip_watch import SkipWatch
 class ScalingState(keras.optimizers.LossScaleOptimizer):
     """Keras' wrapper with the variables of a `LossScaleState`, and counts by variable.
 
-    It moves them by the rule, reports on them, and reads and writes checkpoints.
+    It decides of a step, moves them by the rule, reports on them, and reads and writes
+    checkpoints.
     """
 
     def _remember(self, rule: LossScaleRule, skip_watch: SkipWatch) -> None:
@@ -168,7 +169,7 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         """
         state = LossScaleState(*(v.value for v in self.state_variables))
         finite = engine.all_finite(codes[:-1]) if eager else None
-        if eager and finite:  # There is nothing to count.
+        if finite:  # Known eagerly, and then there is nothing to count.
             _, after, _ = _decision(self.rule, state, finite, codes[-1:], None, None)
             return finite, list(zip(self.state_variables, after, strict=True))
         indices = [self._get_variable_index(v) for v in variables]
@@ -225,8 +226,8 @@ def _decision(
 ) -> tuple[Any, LossScaleState, Any]:
     """Whether a step is finite, and the state and counts after it.
 
-    All in one, of which XLA makes one kernel. `finite` and `counts` may be None: not
-    known yet, and not asked for.
+    All in one, of which XLA makes one kernel on CPUs. `finite` and `counts` may be
+    None: not known yet, and not asked for.
     """
     if finite is None:
         finite = engine.all_finite(codes[:-1])

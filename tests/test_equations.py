@@ -18,7 +18,7 @@ TOLD = "xla_cpu_small_call"
 MANY = np.linspace(0, 1, 100_000, dtype="float32")
 
 
-@engine.compiled(lambda x, *_: x)
+@engine.compiled(lambda x: x)
 def circle(x):
     return jnp.sin(x) ** 2 + jnp.cos(x) ** 2
 
@@ -56,15 +56,11 @@ def test_what_has_small_results_is_called(function, x):
     assert "to_apply" in program.compile().as_text()
 
 
-@engine.compiled(lambda codes: jax.ShapeDtypeStruct((), "bool"))
-def flag(codes):
-    return engine.all_finite(codes)
-
-
 @pytest.mark.parametrize("number", [1, 2, 17, 1000, 8000])
 def test_a_flag_of_codes_is_in_a_call_what_it_is_outside(number):
     finite = np.zeros(number, "int8")
-    called = lowered(flag, finite)
+    flag = engine.compiled(lambda codes: jax.ShapeDtypeStruct((), "bool"))
+    called = lowered(flag(engine.all_finite), finite)
     assert TOLD in called.as_text()
     places = {0, number // 3, number // 2, number - 1}
     for run in (called.compile(), jax.jit(engine.all_finite)):

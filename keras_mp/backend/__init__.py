@@ -4,7 +4,7 @@
 functions:
 
     is_tracing()                      inside a function being compiled?
-    compiled(like, static)            one program, or kernel, of a few small tensors
+    compiled(results, static)         one program, or kernel, of a few small tensors
     outside_trace()                   where variables are given their first values
     refuse_baking(what, remedy)       error where a variable's value would be frozen
     check_strategy(variables, built)  error where replicas would not agree

@@ -27,9 +27,10 @@ SMALL = 8 * 1024
 def compiled(
     results: Callable, static: Sequence[int] = ()
 ) -> Callable[[Callable], Callable]:
-    """Makes one equation of a function of a few small tensors, element by element.
+    """Makes one equation of a function of a few small tensors.
 
-    No sums, maxima, loops or conditionals are to be in it.
+    No sums, maxima, loops or conditionals are to be in it. A reduction of several
+    operands may be, of what is no larger than one of the results.
 
     `results`, `static`: as for `equation`.
     """
@@ -71,7 +72,7 @@ def equation(
             if not all(t.sharding.mesh.empty for t in types):
                 return jitted(*args)
             fixed = tuple((place, args[place]) for place in static)
-            flat = _Flat(function, tree, fixed)
+            flat = _Flat(jitted, tree, fixed)
             # Not of what was given: a float64 of NumPy's may be a float32 here.
             likes, out = jax.tree.flatten(results(*flat.arguments(types)))
             found = _primitive().bind(
@@ -135,7 +136,7 @@ def _lower(
     context: mlir.LoweringRuleContext,
     *args: ir.Value,
     name: str,
-    function: Callable,
+    function: _Flat,
     small: bool,
     **_: Any,
 ) -> Sequence[ir.Value]:
@@ -146,6 +147,8 @@ def _lower(
         and tuple(context.module_context.platforms) == ("cpu",)
         and all(math.prod(aval.shape) <= SMALL for aval in context.avals_out)
     )
+    # What is jitted would be one call more, which XLA would have to inline.
+    function = function._replace(function=function.function.__wrapped__)
     if not called:
         return mlir.lower_fun(function)(context, *args)
     traced = jax.make_jaxpr(function)(*context.avals_in)
