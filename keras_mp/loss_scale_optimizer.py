@@ -199,8 +199,7 @@ class LossScaleOptimizer(ExplicitScaling):
             loss = ops.convert_to_tensor(loss)
         found, norm = to_look_at(narrow, variables, self.inner_optimizer)
         codes = engine.nonfinite([*found, norm, loss])
-        stateless = keras.src.backend.in_stateless_scope()
-        eager = not (tracing or stateless)
+        eager = not (tracing or keras.src.backend.in_stateless_scope())
         finite, after = self._decide(codes, variables, eager)
         engine.update_if(
             finite,
@@ -212,8 +211,7 @@ class LossScaleOptimizer(ExplicitScaling):
         for variable, value in after:
             variable.assign(value)
         # `fit` looks by itself, once it has put back what the step changed.
-        told_by_fit = in_train_step() or stateless
-        if not tracing and not told_by_fit and not finite:
+        if eager and not in_train_step() and not finite:
             self.raise_if_diverged()
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:

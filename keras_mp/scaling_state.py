@@ -212,7 +212,7 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
 
 @engine.compiled(
     lambda rule, state, finite, codes, counts, applied: (
-        keras.KerasTensor((), "bool"), state, counts
+        keras.KerasTensor((), "bool", name="finite"), state, counts
     ),
     static=(0,),
 )  # fmt: skip

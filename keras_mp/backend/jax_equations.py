@@ -72,13 +72,14 @@ def equation(
             if not all(t.sharding.mesh.empty for t in types):
                 return jitted(*args)
             fixed = tuple((place, args[place]) for place in static)
-            flat = _Flat(jitted, tree, fixed)
+            flat = _Flat(function, tree, fixed)
             # Not of what was given: a float64 of NumPy's may be a float32 here.
             likes, out = jax.tree.flatten(results(*flat.arguments(types)))
             found = _primitive().bind(
                 *leaves,
                 name=function.__name__,
                 function=flat,
+                jitted=flat._replace(function=jitted),
                 avals=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in likes),
                 small=small,
             )
@@ -112,7 +113,7 @@ def _primitive() -> Any:
 
     primitive = Primitive("keras_mp")
     primitive.multiple_results = True
-    primitive.def_impl(lambda *args, function, **_: function(*args))
+    primitive.def_impl(lambda *args, jitted, **_: jitted(*args))
     primitive.def_abstract_eval(lambda *_, avals, **__: list(avals))
     # Transformed, it is what it would have been without all this.
     batching.primitive_batchers[primitive] = _batched
@@ -121,15 +122,13 @@ def _primitive() -> Any:
     return primitive
 
 
-def _batched(args: Any, axes: Any, *, function: Callable, **_: Any) -> Any:
-    results = jax.vmap(function, axes)(*args)
+def _batched(args: Any, axes: Any, *, jitted: Callable, **_: Any) -> Any:
+    results = jax.vmap(jitted, axes)(*args)
     return results, [0] * len(results)
 
 
-def _differentiated(
-    primals: Any, tangents: Any, *, function: Callable, **_: Any
-) -> Any:
-    return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
+def _differentiated(primals: Any, tangents: Any, *, jitted: Callable, **_: Any) -> Any:
+    return jax.jvp(jitted, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _lower(
@@ -147,9 +146,8 @@ def _lower(
         and tuple(context.module_context.platforms) == ("cpu",)
         and all(math.prod(aval.shape) <= SMALL for aval in context.avals_out)
     )
-    # What is jitted would be one call more, which XLA would have to inline.
-    function = function._replace(function=function.function.__wrapped__)
     if not called:
+        # Not jitted: that would be one call more, which XLA would have to inline.
         return mlir.lower_fun(function)(context, *args)
     traced = jax.make_jaxpr(function)(*context.avals_in)
     # XLA cannot call what does not read all that it is given.
