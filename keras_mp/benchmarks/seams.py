@@ -45,7 +45,7 @@ IMPORTS = 3
 _BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
 COMPILATIONS = {
     "compile-10": (15, _BOTH),
-    "compile-100": (15, _BOTH),
+    "compile-100": (31, _BOTH),
     "compile-1000": (5, {"keras_mp": ""}),
 }
 
