@@ -205,10 +205,15 @@ def _train_step(model: Any, original: Callable) -> Callable:
         is vars(_definer("train_step"))["train_step"]
     )
 
+    built = False
+
     @functools.wraps(original)
     def train_step(*args: Any) -> Any:
-        # Only on TensorFlow: elsewhere Keras has built the model by now.
-        unbuilt = not all(layer.built for layer in model._flatten_layers())
+        nonlocal built
+        # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
+        # built, nobody looks again.
+        built = built or all(layer.built for layer in model._flatten_layers())
+        unbuilt = not built
         if unbuilt and keras_own:
             engine.build(model, *args)
             scale_optimizer(model)

@@ -201,13 +201,16 @@ class LossScaleOptimizer(ExplicitScaling):
         codes = engine.nonfinite([*found, norm, loss])
         eager = not (tracing or keras.src.backend.in_stateless_scope())
         finite, after = self._decide(codes, variables, eager)
-        engine.update_if(
+        applied = engine.update_if(
             finite,
             update,
             grads,
             written=functools.partial(written_by, self.inner_optimizer, variables),
             branches=accumulates,
         )
+        if applied is False:
+            before = [ops.copy(v.value) for v in self.state_variables]
+            self.skip_watch.state_before_skip = before
         for variable, value in after:
             variable.assign(value)
         # `fit` looks by itself, once it has put back what the step changed.

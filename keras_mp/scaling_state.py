@@ -171,7 +171,7 @@ class ScalingState(keras.optimizers.LossScaleOptimizer):
         finite = engine.all_finite(codes[:-1]) if eager else None
         if finite:  # Known eagerly, and then there is nothing to count.
             _, after, _ = _decision(self.rule, state, finite, codes[-1:], None, None)
-            return finite, list(zip(self.state_variables, after, strict=True))
+            return True, list(zip(self.state_variables, after, strict=True))
         indices = [self._get_variable_index(v) for v in variables]
         if indices != list(range(len(self._trainable_variables))):
             # Only some of the variables, or in another order.

@@ -18,6 +18,11 @@ class SkipWatch:
 
     Args:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
+
+    Attributes:
+        state_before_skip: the values of the state before the last skipped step of which
+            Python knew, without a look at the device; None before there is one, and for
+            whoever looks for the next.
     """
 
     def __init__(self, max_consecutive_skips: int | None) -> None:
@@ -27,6 +32,7 @@ class SkipWatch:
         # `fit` looks once in so many steps: a row of twice as many never goes unseen.
         self.interval = min(max_consecutive_skips or 100, 100)
         self._warned = False
+        self.state_before_skip: list[Any] | None = None
         self.resume(skipped_steps=0, broken_steps=0)
 
     def resume(self, skipped_steps: int, broken_steps: int) -> None:

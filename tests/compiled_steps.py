@@ -117,11 +117,19 @@ MODELS = {"wide": wide, "normalized": normalized} | {
 
 
 @functools.cache
-def train_step(model, optimizer, scaled, policy="mixed_float16", monitored=False):
+def train_step(
+    model,
+    optimizer,
+    scaled,
+    policy="mixed_float16",
+    monitored=False,
+    rolled_back=True,
+):
     """The train step of `fit`, its state donated, as Keras jits it.
 
     With everything on: statistics and metrics put back, counts for each variable,
-    bounds of the scale. Not scaled: the same with the bare optimizer.
+    bounds of the scale. Not scaled: the same with the bare optimizer. Not rolled back:
+    as Keras makes it without us round our optimizer.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
@@ -137,8 +145,13 @@ def train_step(model, optimizer, scaled, policy="mixed_float16", monitored=False
     model._symbolic_build(data_batch=data)
     if monitored:
         keras_mp.callbacks.LossScaleMonitor(underflow=True).set_model(model)
-    model.make_train_function()
-    step = inspect.getclosurevars(model.train_function.__wrapped__)
+    if not rolled_back:
+        keras_mp.integration.uninstall()
+    try:
+        model.make_train_function()
+    finally:
+        keras_mp.integration.install()
+    step = inspect.getclosurevars(inspect.unwrap(model.train_function))
     state = tuple(
         [v.value for v in variables]
         for variables in (

@@ -52,6 +52,15 @@ def test_none_with_normalization_statistics_and_a_monitor():
     assert step.count("conditional") == 0
 
 
+@pytest.mark.parametrize("monitored", [False, True], ids=["rollback", "and monitor"])
+def test_rollback_and_monitor_read_and_write_a_hundredth_more_at_most(monitored):
+    plain = train_step("normalized", "Adam", True, "float32", rolled_back=False)
+    step = train_step("normalized", "Adam", True, "float32", monitored)
+    assert plain.instructions < step.instructions
+    assert step.accessed <= 1.01 * plain.accessed
+    assert step.temporary <= 1.01 * plain.temporary
+
+
 def test_the_gate_sees_the_conditionals_of_keras_gradient_accumulation():
     assert train_step("wide", "accumulation", False).count("conditional") > 0
 

@@ -75,10 +75,12 @@ def update_if(
     grads: list[Any],
     written: Callable[[], Sequence[Any] | None],
     branches: bool = False,
-) -> None:
-    """Runs `update(grads)` if `finite`."""
-    if finite:
+) -> bool:
+    """Runs `update(grads)` if `finite`; returns whether it is."""
+    applied = bool(finite)
+    if applied:
         update(grads)
+    return applied
 
 
 def make_train_function(
@@ -113,12 +115,14 @@ def undo_skipped(
     def undoing(data: Any) -> Any:
         frozen = _frozen_weights(model)
         changing = model.non_trainable_variables + model.metrics_variables
-        before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
-        own = [v.value.detach().clone() for v in optimizer.state_variables]
-        count = int(optimizer.skip_counter.value)
+        with torch.no_grad():
+            before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
+        # Not the counter of skips: to read it waits for the device.
+        optimizer.skip_watch.state_before_skip = None
         with _noting_writes(frozen.values(), before):
             logs = step(data)
-        if int(optimizer.skip_counter.value) == count:
+        own = optimizer.skip_watch.state_before_skip
+        if own is None:
             return told(logs)
         # All processes have skipped, so all are here to tell each other of their loss.
         if highest_of_all_processes((~loss_is_finite(logs)).to(torch.int8)):
@@ -146,7 +150,7 @@ def undo_skipped(
 
 def _with_value(variable: Any) -> tuple[Any, torch.Tensor]:
     # Not `value`, which is half precision within a layer's call.
-    return variable, variable._value.detach().clone()
+    return variable, variable._value.clone()
 
 
 def _frozen_weights(model: Any) -> dict[int, Any]:
@@ -167,7 +171,8 @@ def _noting_writes(
 
         def assign(value: Any) -> None:
             if id(variable) not in before:
-                before[id(variable)] = _with_value(variable)
+                with torch.no_grad():
+                    before[id(variable)] = _with_value(variable)
             write(value)
 
         return assign
