@@ -15,7 +15,9 @@ functions:
     nonfinite(grads)                  a code for each: an infinity, a nan, neither
     all_finite(codes)                 one bool scalar
     update_if(finite, update, ...)    run `update(grads)`, of no effect if not finite;
-                                      a function says what it writes, if that is known
+                                      a function says what it writes, if that is
+                                      known; returns whether it ran, or None where
+                                      Python does not know
     make_train_function(...)          Keras' own, its `train_step` wrapped
     build(model, data)                build a model that its first train step would
     undo_skipped(model, opt, step)    a train step of no effect where it is skipped
