@@ -20,9 +20,8 @@ class SkipWatch:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
 
     Attributes:
-        state_before_skip: the values of the state before the last skipped step of which
-            Python knew, without a look at the device; None before there is one, and for
-            whoever looks for the next.
+        state_before_skip: on torch, the values of the state before the last skipped
+            step. Whoever waits for the next sets it to None.
     """
 
     def __init__(self, max_consecutive_skips: int | None) -> None:

@@ -16,8 +16,8 @@ functions:
     all_finite(codes)                 one bool scalar
     update_if(finite, update, ...)    run `update(grads)`, of no effect if not finite;
                                       a function says what it writes, if that is
-                                      known; returns whether it ran, or None where
-                                      Python does not know
+                                      known; where Python decides in every case, on
+                                      torch, returns whether it did
     make_train_function(...)          Keras' own, its `train_step` wrapped
     build(model, data)                build a model that its first train step would
     undo_skipped(model, opt, step)    a train step of no effect where it is skipped

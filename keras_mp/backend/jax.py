@@ -104,17 +104,15 @@ def update_if(
     grads: list[Any],
     written: Callable[[], Sequence[Any] | None],
     branches: bool = False,
-) -> bool | None:
+) -> None:
     """Runs `update(grads)`, whose writes take effect only if `finite`.
-
-    Returns whether it is, and None within a trace.
 
     `branches`: whether Keras puts conditionals into it, which then become selects.
     """
     if not isinstance(finite, jax.core.Tracer):
         if finite:
             update(grads)
-        return bool(finite)
+        return
 
     def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
         with SelectingScope(finite, before) as scope:
@@ -124,7 +122,6 @@ def update_if(
     run = without_conditionals(writes) if branches else writes
     mapping = keras.src.backend.get_stateless_scope().state_mapping
     mapping.update(run(finite, mapping, grads))
-    return None
 
 
 def optimizer_values(args: Sequence[Any]) -> list[Any] | None:

@@ -86,16 +86,15 @@ def update_if(
     grads: list[Any],
     written: Callable[[], Sequence[Any] | None],
     branches: bool = False,
-) -> bool | None:
+) -> None:
     """Runs `update(grads)` if `finite`, or takes back what it writes if not.
 
-    `written` says what that is, if all of it is known. Returns whether it is finite,
-    where Python knows that: eagerly, without a strategy.
+    `written` says what that is, if all of it is known.
     """
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
         if finite:
             update(grads)
-        return bool(finite)
+        return
     # Of the rows of a table that are written a select would read all the others too.
     sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
     selects = compiled_by_xla() and not (sparse or tf.distribute.has_strategy())
@@ -103,10 +102,10 @@ def update_if(
     if known is not None:
         with written_where(finite, known):
             update(grads)
-        return None
+        return
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         tf.cond(finite, lambda: update(grads), lambda: None)
-        return None
+        return
 
     def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
         # All replicas agree, so the first one's flag is everyone's. The branch stands
@@ -119,7 +118,6 @@ def update_if(
 
     context = tf.distribute.get_replica_context()
     context.merge_call(across_replicas, args=(finite, grads))
-    return None
 
 
 def optimizer_values(args: Sequence[Any]) -> list[Any] | None:

@@ -77,10 +77,10 @@ def update_if(
     branches: bool = False,
 ) -> bool:
     """Runs `update(grads)` if `finite`; returns whether it is."""
-    applied = bool(finite)
-    if applied:
+    if finite:
         update(grads)
-    return applied
+        return True
+    return False
 
 
 def make_train_function(
