@@ -113,16 +113,18 @@ def fitting(with_seams=True, callbacks=()):
 
 
 def calls_a_step(fit):
-    few, many = calls_of(lambda: fit(4)), calls_of(lambda: fit(14))
-    return (len(many) - len(few)) / 10
+    fit(4)
+    # The least of a few times: threads wait for each other, and caches fill.
+    few, many = (
+        min(len(calls_of(lambda: fit(steps))) for _ in range(3)) for steps in (4, 14)
+    )
+    return (many - few) / 10
 
 
 def test_rollback_and_monitor_cost_a_step_of_fit_a_few_python_calls():
     without = calls_a_step(fitting(with_seams=False))
     rollback = calls_a_step(fitting())
     monitored = calls_a_step(fitting(callbacks=[keras_mp.callbacks.LossScaleMonitor()]))
-    # On torch each value is copied by itself. On JAX threads wait for each other, now
-    # and then in a few calls more.
     assert rollback - without <= 0.03 * without
     # Two results more, which TensorFlow unpacks and Keras makes numbers of.
     assert monitored - rollback <= (150 if BACKEND == "tensorflow" else 0.03 * without)
