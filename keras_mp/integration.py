@@ -213,8 +213,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
         # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
         # built, nobody looks again.
         built = built or all(layer.built for layer in model._flatten_layers())
-        unbuilt = not built
-        if unbuilt and keras_own:
+        if not built and keras_own:
             engine.build(model, *args)
             scale_optimizer(model)
         step = original
@@ -223,7 +222,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
             step = engine.undo_skipped(model, model.optimizer, original)
         with gradient_stage.train_step():
             result = step(*args)
-        if unbuilt and not keras_own:
+        if not built and not keras_own:
             # What the step has built is known now, and TensorFlow traces it again.
             scale_optimizer(model)
         return result

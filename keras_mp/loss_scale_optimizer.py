@@ -208,7 +208,7 @@ class LossScaleOptimizer(ExplicitScaling):
             written=functools.partial(written_by, self.inner_optimizer, variables),
             branches=accumulates,
         )
-        if applied is False:  # Not None, of which the device knows.
+        if applied is False and self.skip_watch.state_before_skip is None:
             before = [ops.copy(v.value) for v in self.state_variables]
             self.skip_watch.state_before_skip = before
         for variable, value in after:

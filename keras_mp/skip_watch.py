@@ -20,7 +20,7 @@ class SkipWatch:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
 
     Attributes:
-        state_before_skip: on torch, the values of the state before the last skipped
+        state_before_skip: on torch, the values of the state before the first skipped
             step. Whoever waits for the next sets it to None.
     """
 

@@ -123,6 +123,21 @@ def test_a_loss_that_is_not_finite_does_not_lower_the_scale(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_two_skipped_updates_of_one_step_are_one_broken_step(mode):
+    class Twice(keras.Model):
+        def train_step(self, *args):
+            if BACKEND == "jax":
+                _, state = super().train_step(*args)
+                return super().train_step(state, args[1])
+            super().train_step(*args)
+            return super().train_step(*args)
+
+    model, _, _ = trained(at={3}, model_class=Twice, **MODES[mode])
+    assert model.optimizer.loss_scale == 256.0
+    assert model.optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_an_overflow_of_the_scale_alone_lowers_it(mode):
     model = model_under(**MODES[mode])
     model.optimizer.dynamic_scale.assign(2.0**24)

@@ -115,9 +115,8 @@ def undo_skipped(
     def undoing(data: Any) -> Any:
         frozen = _frozen_weights(model)
         changing = model.non_trainable_variables + model.metrics_variables
-        with torch.no_grad():
-            before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
-        # Not the counter of skips: to read it waits for the device.
+        before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
+        # `apply` notes it where it skips; to read its counter waits for the device.
         optimizer.skip_watch.state_before_skip = None
         with _noting_writes(frozen.values(), before):
             logs = step(data)
@@ -150,7 +149,7 @@ def undo_skipped(
 
 def _with_value(variable: Any) -> tuple[Any, torch.Tensor]:
     # Not `value`, which is half precision within a layer's call.
-    return variable, variable._value.clone()
+    return variable, variable._value.detach().clone()
 
 
 def _frozen_weights(model: Any) -> dict[int, Any]:
@@ -171,8 +170,7 @@ def _noting_writes(
 
         def assign(value: Any) -> None:
             if id(variable) not in before:
-                with torch.no_grad():
-                    before[id(variable)] = _with_value(variable)
+                before[id(variable)] = _with_value(variable)
             write(value)
 
         return assign
