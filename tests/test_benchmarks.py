@@ -122,7 +122,7 @@ class Wrong:
 
 
 def test_a_step_that_goes_wrong_is_told():
-    reference = same_steps.walk(small("keras", "unscaled"), scaling=False)
+    reference = same_steps.Reference(small("keras", "unscaled"))
     for way, complaint in {
         "": "",
         "takes one too many": "after 3 steps the weights are off",
@@ -130,7 +130,7 @@ def test_a_step_that_goes_wrong_is_told():
         "starts elsewhere": "other weights",
         "does not unscale": "the first moments are off",
     }.items():
-        told = same_steps.complaint(same_steps.walk(Wrong(way)), reference)
+        told = reference.check(Wrong(way)).complaint
         assert complaint in told and bool(told) == bool(complaint), way
 
 

@@ -11,7 +11,7 @@ from keras_mp.benchmarks.pairs import CONTROL, is_conclusive, time_in_pairs
 from keras_mp.benchmarks.peers import PEERS, Peer
 from keras_mp.benchmarks.processes import CAN_PIN, Job
 from keras_mp.benchmarks.results import Record
-from keras_mp.benchmarks.same_steps import Walk, complaint, walk
+from keras_mp.benchmarks.same_steps import Reference
 from keras_mp.benchmarks.steps import Engine, Step, engine
 
 __all__ = ["IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot", "tables"]
@@ -82,26 +82,20 @@ def measure(
     ]
     bench = _Bench(case, engine(backend), smallest)
     found: dict[str, Any] = {}
-    walks: dict[str, tuple[Step, Walk]] = {}
+    steps: dict[str, Step] = {}
     left_out = case_named(case).slow if set(NAMES_OF_PEERS) <= set(peers) else ()
     for number, peer in enumerate(wanted):
         tell(0.5 * number / len(wanted))
         if peer.name in left_out:
             found[peer.name] = {"slow": f"takes minutes; --peer {peer.name} times it"}
             continue
-        found[peer.name], walked = bench.scaled(peer)
-        if walked is not None:
-            walks[peer.name] = walked
-    steps: dict[str, Step] = {}
-    for name, (step, way) in walks.items():
-        # Made last: on CPUs what a process makes first was up to a third faster.
-        _, reference = bench.reference
-        if off := complaint(way, reference):
-            found[name] = {"disagrees": off}
-        else:
-            steps[name] = step
+        found[peer.name], step = bench.checked(peer)
+        if step is not None:
+            steps[peer.name] = step
     families = dict.fromkeys(p.family for p in wanted if p.name in steps)
-    unscaled = {family: bench.unscaled(family) for family in families}
+    # Made last, and of these alone: on CPUs what a process makes first was up to a
+    # third faster, and the reference, timed as the base, 5 % slower than a copy of it.
+    unscaled = {f: (bench.unscaled(f), bench.unscaled(f)) for f in families}
     controls = {}
     ready()
     for number, (family, (base, again)) in enumerate(unscaled.items()):
@@ -148,34 +142,32 @@ class _Bench:
         self._engine = engine
         self._smallest = smallest
 
+    def _made(self, make: Callable[[Any, bool], Step]) -> Step:
+        return make(self._case.problem(self._smallest), self._case.jit)
+
     @functools.cached_property
-    def reference(self) -> tuple[Step, Walk]:
-        """The Adam of Keras without loss scaling, and what it comes to."""
-        return self._walked(self._engine.unscaled["keras"], scaling=False)
+    def _reference(self) -> Reference:
+        return Reference(self._made(self._engine.unscaled["keras"]))
 
-    def _walked(
-        self, make: Callable[[Any, bool], Step], scaling: bool = True
-    ) -> tuple[Step, Walk]:
-        step = make(self._case.problem(self._smallest), self._case.jit)
-        return step, walk(step, scaling)
+    def unscaled(self, family: str) -> Step:
+        """A step without loss scaling that agrees with that of Keras' Adam."""
+        step = self._made(self._engine.unscaled[family])
+        complaint = self._reference.check(step, scaling=False).complaint
+        if complaint:
+            raise RuntimeError(f"the {family} step without loss scaling: {complaint}")
+        return step
 
-    def unscaled(self, family: str) -> tuple[Step, Step]:
-        """A step without loss scaling, twice; both agree with the reference."""
-        make = self._engine.unscaled[family]
-        base = self.reference if family == "keras" else self._walked(make, False)
-        again = self._walked(make, scaling=False)
-        for _, way in (base, again):
-            if off := complaint(way, self.reference[1]):
-                raise RuntimeError(f"the {family} step without loss scaling: {off}")
-        return base[0], again[0]
-
-    def scaled(self, peer: Peer) -> tuple[dict[str, Any], tuple[Step, Walk] | None]:
-        """(what there is to say of a peer, its step and what it comes to)."""
+    def checked(self, peer: Peer) -> tuple[dict[str, Any], Step | None]:
+        """(what there is to say of a peer, its step if it can be timed)."""
         if not peer.installed:
             return {"missing": f"pip install {peer.distribution}"}, None
+        reference = self._reference
         try:
-            step, way = self._walked(self._engine.scaled[peer.name])
+            step = self._made(self._engine.scaled[peer.name])
+            check = reference.check(step)
         # Other people's code, of whatever version is here.
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {error}"[:300]}, None
-        return {"first_step_seconds": way.first_step_seconds}, (step, way)
+        if check.complaint:
+            return {"disagrees": check.complaint}, None
+        return {"first_step_seconds": check.first_step_seconds}, step

@@ -19,74 +19,76 @@ a tenth.
 """
 
 
-State = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Weights and moments."""
-
-
-class Walk(NamedTuple):
-    """What a new step comes to: finite steps, one that is not finite, a finite one.
+class Check(NamedTuple):
+    """What came of holding a step against the reference.
 
     Attributes:
+        complaint: what is different; empty if nothing is.
         first_step_seconds: what the first step took, with what had to be compiled.
-        initial: the weights before it.
-        finite: the state after `FINITE_STEPS`.
-        skips: whether the step whose gradients were not finite left it as it was.
-        after: the state after one more finite step.
     """
 
+    complaint: str
     first_step_seconds: float
-    initial: Sequence[np.ndarray]
-    finite: State
-    skips: bool
-    after: State
 
 
-def walk(step: Step, scaling: bool = True) -> Walk:
-    """Leads a new step along; gradients are finite all the way if it does not scale."""
-    initial = step.weights()
-    start = time.perf_counter()
-    step.run(1)
-    first = time.perf_counter() - start
-    step.run(FINITE_STEPS - 1)
-    finite = step.weights(), step.moments()
-    skips = True
-    if scaling:
-        step.run(1, poisoned=True)
-        skips = not _changed(
-            [*finite[0], *finite[1]], [*step.weights(), *step.moments()]
-        )
-    step.run(1)
-    return Walk(first, initial, finite, skips, (step.weights(), step.moments()))
+class Reference:
+    """What the step without loss scaling comes to, for others to be held against.
 
+    Args:
+        step: a new one; it is led through all finite steps here.
+    """
 
-def complaint(found: Walk, reference: Walk) -> str:
-    """What is different from the reference, which does not scale; empty if nothing."""
-    if _changed(reference.initial, found.initial):
-        return "it starts with other weights"
-    if off := _difference(found.finite, reference.finite, reference.initial):
-        return f"after {FINITE_STEPS} steps {off}"
-    if not found.skips:
-        return "a step whose gradients are not finite is not skipped"
-    if off := _difference(found.after, reference.after, reference.initial):
-        return f"after a skipped step {off}"
-    return ""
+    def __init__(self, step: Step) -> None:
+        self.initial = step.weights()
+        self.after = []
+        for count in (FINITE_STEPS, 1):
+            step.run(count)
+            self.after.append((step.weights(), step.moments()))
 
+    def check(self, step: Step, scaling: bool = True) -> Check:
+        """Holds a new step against it.
 
-def _difference(found: State, reference: State, initial: Sequence[np.ndarray]) -> str:
-    (ours, our_moments), (weights, moments) = found, reference
-    half = len(moments) // 2
-    changes = [b - a for a, b in zip(initial, weights, strict=True)]
-    for what, of_it, expected, size in (
-        ("weights", ours, weights, changes),
-        ("first moments", our_moments[:half], moments[:half], moments[:half]),
-        ("second moments", our_moments[half:], moments[half:], moments[half:]),
-    ):
-        off = _norm([a - b for a, b in zip(of_it, expected, strict=True)])
-        # Written so that nan is too much.
-        if not off <= TOLERANCE * _norm(size):
-            share = off / _norm(size)
-            return f"the {what} are off by {share:.2g} of what they should be"
-    return ""
+        It takes finite steps; then, if it scales, one whose gradients are not finite,
+        which must change neither weights nor moments; then a finite one.
+        """
+        start = time.perf_counter()
+        initial = step.weights()
+        step.run(1)
+        first = time.perf_counter() - start
+        if _changed(self.initial, initial):
+            return Check("it starts with other weights", first)
+        return Check(self._complaint(step, scaling), first)
+
+    def _complaint(self, step: Step, scaling: bool) -> str:
+        step.run(FINITE_STEPS - 1)
+        if complaint := self._difference(0, step):
+            return f"after {FINITE_STEPS} steps {complaint}"
+        if scaling:
+            before = [*step.weights(), *step.moments()]
+            step.run(1, poisoned=True)
+            if _changed(before, [*step.weights(), *step.moments()]):
+                return "a step whose gradients are not finite is not skipped"
+        step.run(1)
+        if complaint := self._difference(1, step):
+            return f"after a skipped step {complaint}"
+        return ""
+
+    def _difference(self, index: int, step: Step) -> str:
+        weights, moments = self.after[index]
+        half = len(moments) // 2
+        ours, our_moments = step.weights(), step.moments()
+        changes = [b - a for a, b in zip(self.initial, weights, strict=True)]
+        for what, found, expected, size in (
+            ("weights", ours, weights, changes),
+            ("first moments", our_moments[:half], moments[:half], moments[:half]),
+            ("second moments", our_moments[half:], moments[half:], moments[half:]),
+        ):
+            off = _norm([a - b for a, b in zip(found, expected, strict=True)])
+            # Written so that nan is too much.
+            if not off <= TOLERANCE * _norm(size):
+                share = off / _norm(size)
+                return f"the {what} are off by {share:.2g} of what they should be"
+        return ""
 
 
 def _norm(arrays: Sequence[np.ndarray]) -> float:
