@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import keras_mp
+from keras_mp.backend.logs import MONITORED
 from keras_mp.benchmarks import models
 from keras_mp.benchmarks.cases import BACKENDS, case_named
 from keras_mp.benchmarks.origin import origin
@@ -168,18 +169,10 @@ def _layer_calls() -> dict[str, Callable[[int], None]]:
 
 
 def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
-    """Epochs of `fit` round the same optimizer, with and without what we do there."""
-    monitor = keras_mp.callbacks.LossScaleMonitor()
-    ours = _fit(smallest, with_seams=True)
-    return {
-        "": _fit(smallest, with_seams=False),
-        CONTROL: _fit(smallest, with_seams=False),
-        "rollback of statistics and metrics": ours,
-        "and LossScaleMonitor": functools.partial(ours, callbacks=[monitor]),
-    }
+    """Epochs of `fit`, with and without what we do there.
 
-
-def _fit(smallest: bool, with_seams: bool) -> Callable[..., None]:
+    All of one model: where in memory a model lies made a hundredth of a step.
+    """
     keras.utils.set_random_seed(0)
     # As many steps as make what `fit` does but once next to nothing.
     side, steps, batch = (4, 2, 2) if smallest else (32, 20, 16)
@@ -190,16 +183,13 @@ def _fit(smallest: bool, with_seams: bool) -> Callable[..., None]:
     y = generator.integers(0, 10, steps * batch)
     optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.Adam(1e-4))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if not with_seams:
-        # What the train function is made of stays when they come back.
-        keras_mp.integration.uninstall()
-    try:
-        model.compile(optimizer, loss, metrics=["accuracy"])
-        model.fit(x, y, batch_size=batch, verbose=0)
-    finally:
-        keras_mp.integration.install()
+    model.compile(optimizer, loss, metrics=["accuracy"])
 
-    def run(epochs: int, callbacks: Sequence[Any] = ()) -> None:
+    def fit(train_function: Any, callbacks: Sequence[Any], epochs: int) -> None:
+        model.train_function = train_function
+        vars(model).pop(MONITORED, None)
+        if callbacks:
+            vars(model)[MONITORED] = True
         model.fit(
             x,
             y,
@@ -210,7 +200,22 @@ def _fit(smallest: bool, with_seams: bool) -> Callable[..., None]:
             callbacks=[*callbacks],
         )
 
-    return run
+    def made(with_seams: bool = True, callbacks: Sequence[Any] = ()) -> Any:
+        if not with_seams:
+            # What the train function is made of stays when they come back.
+            keras_mp.integration.uninstall()
+        try:
+            fit(None, callbacks, 1)
+        finally:
+            keras_mp.integration.install()
+        return functools.partial(fit, model.train_function, callbacks)
+
+    return {
+        "": made(with_seams=False),
+        CONTROL: made(with_seams=False),
+        "rollback of statistics and metrics": made(),
+        "and LossScaleMonitor": made(callbacks=[keras_mp.callbacks.LossScaleMonitor()]),
+    }
 
 
 # `import keras_mp` --------------------------------------------------------------------
