@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -248,19 +246,6 @@ def test_a_model_that_is_not_built_stays_so():
     model = keras.Sequential([layers.Dense(8)])
     keras_mp.inspect(model)
     assert not model.built and not model.layers[0].built
-
-
-def test_importing_the_package_draws_no_table():
-    """rich comes with Keras; what matters is that the file of tables is not asked."""
-    code = "import keras_mp, sys; print('rich.table' in sys.modules)"
-    plain = "import keras, sys; print('rich.table' in sys.modules)"
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", c], capture_output=True, text=True, check=True
-        ).stdout.split()[-1]
-        for c in (code, plain)
-    ]
-    assert outputs[0] == outputs[1]
 
 
 # An output in half precision ------------------------------------------------------

@@ -1,6 +1,5 @@
 """The seams cost next to nothing: counted, not timed."""
 
-import functools
 import gc
 import sys
 
@@ -43,12 +42,19 @@ def test_every_public_name_is_there_and_listed(module):
         module.nonsense  # noqa: B018
 
 
+OF_THREADS = ("concurrent.", "threading", "weakref", "_weakrefset")
+
+
 def calls_of(function):
-    """The names of the Python functions that a call of `function` runs."""
+    """The names of the Python functions that a call of `function` runs.
+
+    But for those of threads: how many are started depends on the time.
+    """
     names = []
 
     def profile(frame, event, argument):
-        if event == "call":
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and not module.startswith(OF_THREADS):
             names.append(frame.f_code.co_qualname)
 
     gc.disable()  # Others have functions called at each collection.
@@ -115,21 +121,18 @@ def fitting(with_seams=True, callbacks=()):
 
 def calls_a_step(fit):
     fit(4)
-    # The least of a few times: threads wait for each other, and caches fill.
-    few, many = (
-        min(len(calls_of(functools.partial(fit, steps))) for _ in range(3))
-        for steps in (4, 14)
-    )
-    return (many - few) / 10
+    few, many = calls_of(lambda: fit(4)), calls_of(lambda: fit(14))
+    return (len(many) - len(few)) / 10
 
 
 def test_rollback_and_monitor_cost_a_step_of_fit_a_few_python_calls():
     without = calls_a_step(fitting(with_seams=False))
     rollback = calls_a_step(fitting())
     monitored = calls_a_step(fitting(callbacks=[keras_mp.callbacks.LossScaleMonitor()]))
-    assert rollback - without <= 0.03 * without
+    # On torch the copies are made one by one, of some 5000 calls that a step takes.
+    assert rollback - without <= (0.03 * without if BACKEND == "torch" else 2)
     # Two results more, which TensorFlow unpacks and Keras makes numbers of.
-    assert monitored - rollback <= (150 if BACKEND == "tensorflow" else 0.03 * without)
+    assert monitored - rollback <= (150 if BACKEND == "tensorflow" else 5)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="elsewhere steps are compiled")
