@@ -10,6 +10,8 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_use_fusion_emitters=false",
 )
+# torch's threads wait by spinning: those of two workers took twice as long as one each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import browser as chromium  # noqa: E402
 import hypothesis  # noqa: E402
