@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -372,6 +373,28 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     process = processes.Process(Job("x", {"backend": "jax"}, {}, limit=1.0))
     failure = process.records(0.2, lambda record: None, lambda part: None)
     assert failure == "took longer than 0 s"
+
+
+TELLS_OF_ITS_HEAP = """
+import json, os, sys
+print("ready null", flush=True)
+sys.stdin.readline()
+heap = {name: value for name, value in os.environ.items() if "MALLOC_" in name}
+print("record", json.dumps({"heap": heap}))
+"""
+
+
+@once
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_timed_keeps_its_memory(monkeypatch, pinned):
+    settings = processes._KEEPING_MEMORY
+    for name in [name for name in os.environ if "MALLOC_" in name]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(processes, "_PROGRAM", TELLS_OF_ITS_HEAP)
+    process = processes.Process(Job("x", {"backend": "jax"}, {}, 60.0, pinned=pinned))
+    found = []
+    assert not process.records(60, found.append, print)
+    assert settings and found[0]["heap"] == (settings if pinned else {})
 
 
 @once
