@@ -10,7 +10,7 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_use_fusion_emitters=false",
 )
-# torch's threads wait by spinning: those of two workers took twice as long as one each.
+# torch's threads wait by spinning, and so keep those of the other workers waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import browser as chromium  # noqa: E402

@@ -20,9 +20,8 @@ SAME = "same-on-every-backend"
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
-# Half a minute each, so one backend each: on torch, whose half precision is slow on
-# CPUs, some take two. `make test-notebooks` runs all on all. Number 3 has code of its
-# own for each backend.
+# Half a minute each, so one backend each; `make test-notebooks` runs all on all. Number
+# 3 has code of its own for each backend.
 BACKENDS = ("jax", "tensorflow", "jax", "torch", "jax")
 HERE = [
     path
