@@ -69,7 +69,7 @@ class PolicyOnKerasImport:
         if name == "keras":
             importlib.import_module("keras_mp")
         elif not self.done:
-            importlib.import_module("keras_mp.optimizer_log").start()
+            importlib.import_module("keras_mp.loss_scaling.summary").start()
             importlib.import_module("keras_mp").set_global_policy(self.policy)
             self.done = True
             sys.meta_path.remove(self)
@@ -147,7 +147,7 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
         return
     # Whatever state the script has left things in, its own exit status comes first.
     try:
-        lines = importlib.import_module("keras_mp.optimizer_log").lines()
+        lines = importlib.import_module("keras_mp.loss_scaling.summary").lines()
     except Exception as error:
         lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
     yield from lines or ["the script compiled no model with an optimizer"]
@@ -202,7 +202,7 @@ def _traces(error: BaseException) -> list[types.TracebackType]:
 def demo(backend: str | None, epochs: int, out: str) -> None:
     """Runs the demo on the backend asked for, or on the one that fits best."""
     os.environ["KERAS_BACKEND"] = choose_backend(backend)
-    importlib.import_module("keras_mp.demo").demo(epochs=epochs, out=out)
+    importlib.import_module("keras_mp.cli.demo").demo(epochs=epochs, out=out)
 
 
 def choose_backend(asked: str | None, preferred: str | None = None) -> str:
@@ -290,7 +290,7 @@ def _one_line(error: Exception) -> str:
 def replay(folder: str, backend: str | None, script: str | None) -> None:
     """Prints what a saved step does here, on the backend asked for or on its own."""
     os.environ["KERAS_BACKEND"] = choose_backend(backend, _backend_of(folder))
-    module = importlib.import_module("keras_mp.diagnostics.replay")
+    module = importlib.import_module("keras_mp.diagnostics.breakpoint.replay")
     error = importlib.import_module("keras_mp.errors").BreakpointError
     try:
         names = module.names_in(script) if script else {}
@@ -381,13 +381,13 @@ def bench(suite: str, **options: Any) -> None:
     backends = options["backends"]
     # Nothing is computed in this process.
     os.environ["KERAS_BACKEND"] = choose_backend(backends[0] if backends else None)
-    command = importlib.import_module("keras_mp.benchmarks.command")
+    command = importlib.import_module("benchmarks.command")
     try:
         print(command.bench(suite, **options))
     except ValueError as error:
         # One of ours says all; another needs its traceback.
         name = _traces(error)[-1].tb_frame.f_globals["__name__"]
-        if not name.startswith("keras_mp.benchmarks"):
+        if not name.startswith("benchmarks"):
             raise
         fail(_one_line(error))
 

@@ -2,20 +2,21 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_mp import callbacks, integration
+from keras_mp import callbacks
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
 from keras_mp.errors import TrainingDivergedError
-from keras_mp.hardware import recommended_policy
-from keras_mp.loss_scale_optimizer import LossScaleOptimizer
-from keras_mp.policies import MixedBFloat16, MixedFloat16, Policy
-from keras_mp.rules import keep_float32
+from keras_mp.keras_seams import seams
+from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.policies.hardware import recommended_policy
+from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, Policy
+from keras_mp.policies.rules import keep_float32
 
 if TYPE_CHECKING:
-    from keras_mp.diagnostics.diagnosis import diagnose
-    from keras_mp.diagnostics.float32_layers import find_float32_layers
-    from keras_mp.diagnostics.inspection import inspect
-    from keras_mp.diagnostics.trainings import compare
+    from keras_mp.diagnostics.comparison.trainings import compare
+    from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
+    from keras_mp.diagnostics.float32_search.float32_layers import find_float32_layers
+    from keras_mp.diagnostics.inspection.inspection import inspect
 
 __version__ = "0.1.0"
 
@@ -40,10 +41,10 @@ __all__ = [
 
 # Half of all modules: imported when they are asked for, a training rarely does.
 _DIAGNOSTICS = {
-    "compare": "trainings",
-    "diagnose": "diagnosis",
-    "find_float32_layers": "float32_layers",
-    "inspect": "inspection",
+    "compare": "comparison.trainings",
+    "diagnose": "diagnosis.diagnosis",
+    "find_float32_layers": "float32_search.float32_layers",
+    "inspect": "inspection.inspection",
 }
 
 
@@ -61,4 +62,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-integration.install()
+seams.install()

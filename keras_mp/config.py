@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_mp.policies import Policy
+from keras_mp.policies.policy import Policy
 
 
 class _Undecided(keras.DTypePolicy):

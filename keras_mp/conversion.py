@@ -4,19 +4,20 @@ from typing import Any
 
 import keras
 
-from keras_mp import symbolic
-from keras_mp.outputs import keep_outputs_in_float32
-from keras_mp.parts import is_graph, layer_path
-from keras_mp.policies import HALF, Policy, policy_of, settle
-from keras_mp.scaling import rescale_optimizer
+from keras_mp.loss_scaling.models import rescale_optimizer
+from keras_mp.policies import symbolic
+from keras_mp.policies.choosing import choose_policy
+from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.outputs import keep_outputs_in_float32
+from keras_mp.policies.policy import HALF, Policy
 
 # The attributes of a layer that a conversion changes.
 _CHANGED = (
     "_dtype_policy",
     "_convert_input_args",
-    "_keras_mp_as_they_come",
+    "_keras_mp_keeps_input_dtypes",
     "_keras_mp_decision",
-    "_keras_mp_settled",
+    "_keras_mp_chosen",
 )
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -143,10 +144,10 @@ def _choose(model: Any, layers: list[Any], policy: Any) -> None:
         layer.dtype_policy = _policy_at(policy, layer)
         vars(layer).pop("_keras_mp_decision", None)
     # Parents come before their children, and what they decide goes for these. What is
-    # not built settles at its first call.
+    # not built chooses at its first call.
     for layer in layers:
         if layer.built:
-            settle(layer)
+            choose_policy(layer)
     keep_outputs_in_float32(model)
 
 

@@ -52,7 +52,7 @@ class Run:
         keras.utils.set_random_seed(0)
         keras.config.set_dtype_policy("float32")
         if self.plain:
-            keras_mp.integration.uninstall()
+            keras_mp.keras_seams.seams.uninstall()
         try:
             self._all_checks()
             return Result("ok", self.skipped)
@@ -60,7 +60,7 @@ class Run:
             return Result(str(failure), self.skipped)
         finally:
             keras.config.set_dtype_policy("float32")
-            keras_mp.integration.install()
+            keras_mp.keras_seams.seams.install()
             gc.collect()
 
     def _all_checks(self) -> None:

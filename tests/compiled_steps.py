@@ -145,11 +145,11 @@ def train_step(
     if monitored:
         keras_mp.callbacks.LossScaleMonitor(underflow=True).set_model(model)
     if not rolled_back:
-        keras_mp.integration.uninstall()
+        keras_mp.keras_seams.seams.uninstall()
     try:
         model.make_train_function()
     finally:
-        keras_mp.integration.install()
+        keras_mp.keras_seams.seams.install()
     step = inspect.getclosurevars(inspect.unwrap(model.train_function))
     state = tuple(
         [v.value for v in variables]

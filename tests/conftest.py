@@ -65,4 +65,4 @@ def fresh_keras():
     before = keras.config.dtype_policy()
     yield
     keras.config.set_dtype_policy(before)
-    keras_mp.integration.install()
+    keras_mp.keras_seams.seams.install()

@@ -114,11 +114,11 @@ def inputs(std=1.0, heads=4, dtype="float16", size=16):
 
 
 def without_us(function):
-    keras_mp.integration.uninstall()
+    keras_mp.keras_seams.seams.uninstall()
     try:
         return function()
     finally:
-        keras_mp.integration.install()
+        keras_mp.keras_seams.seams.install()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from backends import BACKEND
 
-from keras_mp.benchmarks import (
+from benchmarks import (
     command,
     cost,
     cost_tables,
@@ -29,21 +29,15 @@ from keras_mp.benchmarks import (
     train_tables,
     worker,
 )
-from keras_mp.benchmarks.cases import CASES, case_named
-from keras_mp.benchmarks.pairs import (
-    CONTROL,
-    MIN_PAIRS,
-    is_conclusive,
-    quartiles,
-    time_in_pairs,
-)
-from keras_mp.benchmarks.peaks import peak
-from keras_mp.benchmarks.peers import PEERS
-from keras_mp.benchmarks.processes import Job
-from keras_mp.benchmarks.results import Results
-from keras_mp.benchmarks.steps import engine
-from keras_mp.benchmarks.student import paired
-from keras_mp.benchmarks.train_cases import TRAIN_CASES, _operations_of_convolutions
+from benchmarks.cases import CASES, case_named
+from benchmarks.pairs import CONTROL, MIN_PAIRS, is_conclusive, quartiles, time_in_pairs
+from benchmarks.peaks import peak
+from benchmarks.peers import PEERS
+from benchmarks.processes import Job
+from benchmarks.results import Results
+from benchmarks.steps import engine
+from benchmarks.student import paired
+from benchmarks.train_cases import TRAIN_CASES, _operations_of_convolutions
 
 once = pytest.mark.once
 PEERS_HERE = [p.name for p in PEERS if BACKEND in p.backends and p.installed]
@@ -474,9 +468,7 @@ def test_a_worker_tells_records_in_json_whatever_else_is_printed(capsys, monkeyp
 @pytest.mark.parametrize("path", readme.READMES, ids=lambda p: p.parent.name)
 def test_readme_has_what_the_json_renders_to(path):
     text = path.read_text(encoding="utf-8")
-    assert readme.rendered(text) == text, (
-        "python -m keras_mp.benchmarks.readme renders it again"
-    )
+    assert readme.rendered(text) == text, "python -m benchmarks.readme renders it again"
 
 
 @once

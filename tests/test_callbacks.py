@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from keras import layers
 
 import keras_mp
-from keras_mp.underflow import subnormal_share
+from keras_mp.loss_scaling.underflow import subnormal_share
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(32, 4)).astype("float32")

@@ -267,7 +267,9 @@ def test_script_that_never_imports_keras_is_told_so(work):
 
 
 def test_script_that_compiles_nothing_is_told_so(work):
-    result = work.run("import keras_mp.optimizer_log as log; log.entries.clear()")
+    result = work.run(
+        "import keras_mp.loss_scaling.summary as log; log.entries.clear()"
+    )
     assert result.stderr == (
         "keras-mp: the script compiled no model with an optimizer\n"
     )
@@ -276,8 +278,8 @@ def test_script_that_compiles_nothing_is_told_so(work):
 def test_summary_that_fails_changes_neither_traceback_nor_exit_status(work):
     result = work.run(
         """
-        import keras_mp.optimizer_log
-        del keras_mp.optimizer_log.lines
+        import keras_mp.loss_scaling.summary
+        del keras_mp.loss_scaling.summary.lines
         raise SystemExit(3)
         """
     )

@@ -17,11 +17,11 @@ from keras import layers, ops
 from keras.src.backend.common import global_state
 
 import keras_mp
-from keras_mp.backend import memory
-from keras_mp.diagnostics import spread
-from keras_mp.diagnostics.comparison import Comparison
-from keras_mp.diagnostics.stopwatch import Stopwatch
-from keras_mp.diagnostics.training import Training
+from keras_mp.backends import memory
+from keras_mp.diagnostics.comparison import spread
+from keras_mp.diagnostics.comparison.comparison import Comparison
+from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
+from keras_mp.diagnostics.comparison.training import Training
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(48, 8)).astype("float32")
@@ -483,7 +483,7 @@ def test_the_html_is_one_file_that_loads_nothing(tmp_path):
 
 
 def test_the_html_says_that_there_is_no_picture_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "keras_mp.diagnostics.plots.comparison", None)
+    monkeypatch.setitem(sys.modules, "keras_mp.display.plots.comparison", None)
     assert "matplotlib is not installed" in made(WORSE)._repr_html_()
 
 
@@ -532,8 +532,8 @@ class Fake:
 def timed(monkeypatch, epochs, known=True, at_once=1, waits=True):
     """What a stopwatch says of calls that take so many seconds, epoch by epoch."""
     device = Device()
-    monkeypatch.setattr("keras_mp.diagnostics.stopwatch.time", device)
-    monkeypatch.setattr("keras_mp.diagnostics.stopwatch.ops", device)
+    monkeypatch.setattr("keras_mp.diagnostics.comparison.stopwatch.time", device)
+    monkeypatch.setattr("keras_mp.diagnostics.comparison.stopwatch.ops", device)
     watch = Stopwatch()
     watch.set_model(Fake(at_once))
     steps = len(epochs[0]) * at_once - (at_once - 1)  # The last call has one step.

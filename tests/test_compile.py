@@ -9,7 +9,8 @@ import pytest
 from backends import BACKEND
 
 import keras_mp
-from keras_mp import LossScaleOptimizer, integration
+from keras_mp import LossScaleOptimizer
+from keras_mp.keras_seams.seams import install, uninstall
 
 layers = keras.layers
 X = np.linspace(-1, 1, 8, dtype="float32").reshape(4, 2)
@@ -478,14 +479,14 @@ def test_the_seams_are_installed_by_import():
 
 def test_the_seams_can_be_removed_and_installed_again(mixed_float16):
     originals = [seam._keras_mp_original for seam in seams()]
-    integration.uninstall()
+    uninstall()
     assert seams() == originals
-    integration.uninstall()
+    uninstall()
     assert seams() == originals
     head = layers.Dense(2, activation="softmax")
     head(X)
     assert head.compute_dtype == "float16"
-    integration.install()
+    install()
     assert is_scaled(compiled(regression()))
     head = layers.Dense(2, activation="softmax")
     head(X)
@@ -493,7 +494,7 @@ def test_the_seams_can_be_removed_and_installed_again(mixed_float16):
 
 
 def test_without_the_seams_keras_is_as_it_was(mixed_float16):
-    integration.uninstall()
+    uninstall()
     model = compiled(regression())
     assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
     assert dtypes(model) == ["float16", "float16"]
@@ -507,15 +508,15 @@ def test_another_librarys_wrapper_round_ours_is_left_in_its_place(monkeypatch):
         return theirs.__wrapped__(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, theirs)
-    integration.uninstall()
+    uninstall()
     assert vars(owner)[name] is theirs
-    integration.install()
+    install()
     assert vars(owner)[name] is theirs
 
 
 def test_installing_twice_wraps_once():
     before = seams()
-    integration.install()
+    install()
     assert seams() == before
 
 

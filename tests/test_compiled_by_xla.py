@@ -153,8 +153,8 @@ def applied(inner, variables, poisons):
         optimizer.scale_loss(tf.constant(1.0))
         optimizer.apply([gradient for _ in variables], variables)
 
-    for poison in poisons:
-        apply(tf.fill((3,), poison))
+    for nonfinite_to_nan in poisons:
+        apply(tf.fill((3,), nonfinite_to_nan))
     hidden = getattr(inner, "hidden", [])
     return [np.array(v) for v in (*variables, *inner.variables, *hidden)]
 

@@ -11,7 +11,7 @@ from backends import BACKEND, same_bits, values
 from models_to_convert import BUILDERS
 
 import keras_mp
-from keras_mp.parts import is_graph
+from keras_mp.policies.layers import is_graph
 
 layers = keras.layers
 HALF = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
@@ -414,7 +414,7 @@ def test_auto_converts_to_what_the_hardware_is_made_for():
 
 
 def test_an_authors_class_stays_in_float32(monkeypatch):
-    monkeypatch.setattr(keras_mp.rules, "_kept", {})
+    monkeypatch.setattr(keras_mp.policies.rules, "_kept", {})
 
     @keras_mp.keep_float32
     class Careful(layers.Dense):
@@ -514,9 +514,9 @@ def snapshot(model):
     for layer in model._flatten_layers():
         names = (
             "_dtype_policy",
-            "_keras_mp_settled",
+            "_keras_mp_chosen",
             "_convert_input_args",
-            "_keras_mp_as_they_come",
+            "_keras_mp_keeps_input_dtypes",
             "built",
             "train_function",
             "test_function",
@@ -525,7 +525,7 @@ def snapshot(model):
             "_keras_mp_wrapper",
         )
         state += [(layer.name, n, id(vars(layer).get(n))) for n in names]
-        decision = keras_mp.policies.decision_for(layer)
+        decision = keras_mp.policies.choosing.decision_for(layer)
         state += [(layer.name, decision and decision.rule)]
         state += [(layer.name, layer.compute_dtype, layer.variable_dtype)]
         state += [(layer.name, len(layer._inbound_nodes))]

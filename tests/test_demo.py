@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_mp import demo as demo_module
-from keras_mp.demo import POLICIES, demo
-from keras_mp.diagnostics.plots import plot_training
+from keras_mp.cli import demo as demo_module
+from keras_mp.cli.demo import POLICIES, demo
+from keras_mp.display.plots import plot_training
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_without_matplotlib_the_table_is_printed_with_a_hint(
 
     result = demo_module.Result("float32", 0.5, [1.0], [], [], 4, 4, 0.1)
     monkeypatch.setattr(demo_module, "train_all", lambda digits, epochs: [result] * 3)
-    for name in [n for n in sys.modules if n.startswith("keras_mp.diagnostics.plots")]:
+    for name in [n for n in sys.modules if n.startswith("keras_mp.display.plots")]:
         monkeypatch.delitem(sys.modules, name)
     without("matplotlib")
     demo(epochs=1, out=str(tmp_path / "none.png"))

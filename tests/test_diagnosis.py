@@ -10,7 +10,7 @@ from backends import BACKEND, same_bits, values
 from keras import layers, ops
 
 import keras_mp
-from keras_mp.policies import policy_of
+from keras_mp.policies.layers import policy_of
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(16, 8)).astype("float32")

@@ -7,7 +7,7 @@ import keras
 import pytest
 from backends import BACKEND
 
-from keras_mp.backend import devices
+from keras_mp.backends import devices
 from keras_mp.diagnostics import doctor
 
 

@@ -14,8 +14,8 @@ from backends import BACKEND, same_bits
 from step_sequences import SEQUENCES
 
 import keras_mp
-from keras_mp import optimizer_log
-from keras_mp.backend import engine
+from keras_mp.backends import engine
+from keras_mp.loss_scaling import summary
 
 if BACKEND != "tensorflow":
     pytest.skip("tf.distribute is TensorFlow's", allow_module_level=True)
@@ -376,10 +376,10 @@ def test_in_fit_skips_in_a_row_raise_on_the_last_replica_too():
 
 
 def test_what_users_read_of_a_mirrored_optimizer_are_numbers(monkeypatch):
-    monkeypatch.setattr(optimizer_log, "_entries", {})
+    monkeypatch.setattr(summary, "_entries", {})
     optimizer = trained(2, (0, 2))[0].optimizer
-    optimizer_log.note(optimizer)
-    (line,) = optimizer_log.lines()
+    summary.note(optimizer)
+    (line,) = summary.lines()
     assert line.endswith(": loss scale 256, 4 steps, 2 skipped")
     assert float(optimizer.loss_scale) == 256.0
     assert int(optimizer.skipped_steps) == 2

@@ -11,8 +11,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from keras_mp.backend import engine
-from keras_mp.backend.jax_equations import equation
+from keras_mp.backends import engine
+from keras_mp.backends.jax.equations import equation
 
 TOLD = "xla_cpu_small_call"
 MANY = np.linspace(0, 1, 100_000, dtype="float32")

@@ -9,7 +9,7 @@ import pytest
 from backends import BACKEND, gradients, values
 
 import keras_mp
-from keras_mp.gradient_stage import train_step
+from keras_mp.loss_scaling.stage import train_step
 
 only_jax = pytest.mark.skipif(BACKEND != "jax", reason="stateless loops are JAX's")
 only_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="GradientTape")

@@ -24,9 +24,9 @@ from test_diagnosis import (
 )
 
 import keras_mp
-from keras_mp.backend.draws import the_same_in_every_dtype
-from keras_mp.diagnostics.smallest_set import smallest_set
-from keras_mp.policies import policy_of
+from keras_mp.backends.random_draws import same_draws_in_every_dtype
+from keras_mp.diagnostics.float32_search.smallest_set import smallest_set
+from keras_mp.policies.layers import policy_of
 
 find = keras_mp.find_float32_layers
 
@@ -282,7 +282,7 @@ def test_in_half_precision_the_same_is_drawn(shape):
         ),
     }
     for draw in draws.values():
-        with the_same_in_every_dtype():
+        with same_draws_in_every_dtype():
             wide, half = (keras.ops.cast(draw(d), "float32") for d in DTYPES)
         np.testing.assert_allclose(*map(np.array, (wide, half)), atol=0.01)
         assert len(set(np.array(wide).ravel())) > 1

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import keras
 import pytest
 
-from keras_mp import hardware
-from keras_mp.backend import devices as probe
-from keras_mp.backend.devices import Device
-from keras_mp.hardware import recommend, recommended_policy
+from keras_mp.backends import devices as probe
+from keras_mp.backends.devices import Device
+from keras_mp.policies import hardware
+from keras_mp.policies.hardware import recommend, recommended_policy
 
 CPU = Device("cpu", "cpu")
 PASCAL = Device("cuda", "Tesla P100", (6, 0))

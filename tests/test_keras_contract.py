@@ -1266,9 +1266,9 @@ def without_seams():
     if keras_mp is None:
         yield
         return
-    keras_mp.integration.uninstall()
+    keras_mp.keras_seams.seams.uninstall()
     yield
-    keras_mp.integration.install()
+    keras_mp.keras_seams.seams.install()
 
 
 plain_keras = pytest.mark.usefixtures("without_seams")

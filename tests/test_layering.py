@@ -1,11 +1,11 @@
 """Which module of keras_mp may import which: the arrows go one way.
 
-The layers are those of the design: the ground first, then policies and the
-optimizer, conversion, integration, what a user calls, and the public names on top.
+A folder is a subject. The ground comes first, the public names and the commands last.
 """
 
 import ast
 import graphlib
+import itertools
 import json
 import os
 import pathlib
@@ -20,48 +20,21 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "keras_mp"
 
-# A module imports from its own layer and from those above it in this list. A
-# package stands for all that is in it. A new module goes where its imports and its
-# importers leave it a place; if they leave it none, it is two modules.
-LAYERS = [
-    # the ground: the frameworks, the pure rules, what can go wrong
-    [
-        "backend",
-        "errors",
-        "global_norm",
-        "gradient_check",
-        "loss_scale",
-        "nonfinite",
-        "parts",
-        "rule",
-        "rules",
-        "tables",
-    ],
-    # policies and the optimizer: the rules with a state
-    [
-        "checkpoint",
-        "explicit_scaling",
-        "gradient_stage",
-        "hardware",
-        "incoming_gradients",
-        "inner_optimizer",
-        "loss_scale_optimizer",
-        "optimizer_log",
-        "policies",
-        "scaling_state",
-        "skip_watch",
-        "underflow",
-    ],
-    # models that exist already
-    ["conversion", "model_files", "model_inputs", "outputs", "scaling", "symbolic"],
-    # the seams: where it meets Keras
-    ["integration"],
-    # what a user calls
-    ["callbacks", "config", "demo", "diagnostics"],
-    # the table of contents
+# A module imports from its own room and from those above it in this list. A room is a
+# module, or a folder with all that is in it; the longest name that fits a module is its
+# room. keras_seams.private stands on the ground: it knows Keras, and nothing of ours.
+ROOMS = [
+    ["errors", "display", "keras_seams.private"],
+    ["backends"],
+    ["policies"],
+    ["config"],
+    ["loss_scaling"],
+    ["conversion"],
+    ["keras_seams"],
+    ["diagnostics"],
+    ["callbacks"],
     ["__init__"],
-    # what measures it, through the public names as a user does
-    ["benchmarks"],
+    ["cli"],
 ]
 
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
@@ -76,7 +49,7 @@ class Import(NamedTuple):
 
 
 def modules() -> dict[str, pathlib.Path]:
-    """Every module of the package by its name within it: `backend.jax`."""
+    """Every module of the package by its name within it: `backends.jax.engine`."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -116,18 +89,21 @@ def own_imports(name: str, path: pathlib.Path) -> Iterator[tuple[str, int]]:
     """The modules of keras_mp that a file imports, by their names within it."""
     for module, line, _ in imports_of(name, path):
         if module.split(".")[0] == "keras_mp":
-            # `from keras_mp.rules import Rule` is an import of `rules`.
+            # `from keras_mp.policies.rules import Rule` is an import of `rules`.
             within = module.split(".")[1:]
             while within and ".".join(within) not in modules():
                 within = within[:-1]
             yield ".".join(within) or "__init__", line
 
 
-def layer_of(name: str) -> int | None:
-    for number, layer in enumerate(LAYERS):
-        if name.split(".")[0] in layer:
-            return number
-    return None
+def room_of(name: str) -> int | None:
+    fits = [
+        (len(room), floor)
+        for floor, rooms in enumerate(ROOMS)
+        for room in rooms
+        if f"{name}.".startswith(f"{room}.")
+    ]
+    return max(fits)[1] if fits else None
 
 
 @pytest.fixture(params=modules().items(), ids=lambda module: module[0])
@@ -135,30 +111,28 @@ def module(request):
     return request.param
 
 
-def test_every_module_has_its_layer(module):
+def test_every_module_has_its_room(module):
     name, path = module
-    assert layer_of(name) is not None, (
-        f"{path.relative_to(REPOSITORY)} is in no layer: say in LAYERS, in "
+    assert room_of(name) is not None, (
+        f"{path.relative_to(REPOSITORY)} is in no room: say in ROOMS, in "
         f"{pathlib.Path(__file__).name}, where {name!r} belongs."
     )
 
 
-def test_every_module_of_the_table_exists():
-    there = {name.split(".")[0] for name in modules()}
-    for layer in LAYERS:
-        for name in layer:
-            assert name in there, f"LAYERS names {name!r}, which keras_mp has not got."
+def test_every_room_exists():
+    for room in itertools.chain(*ROOMS):
+        assert room in modules(), f"ROOMS names {room!r}, which keras_mp has not got."
 
 
-def test_no_module_imports_from_a_higher_layer(module):
+def test_no_module_imports_from_a_higher_floor(module):
     name, path = module
     for imported, line in own_imports(name, path):
-        own, other = layer_of(name), layer_of(imported)
+        own, other = room_of(name), room_of(imported)
         if own is None or other is None:
-            continue  # told by test_every_module_has_its_layer
+            continue  # test_every_module_has_its_room fails.
         assert other <= own, (
-            f"{path.relative_to(REPOSITORY)}:{line} imports {imported!r}, which is in "
-            f"layer {other}, above {name!r} in layer {own}: arrows go one way."
+            f"{path.relative_to(REPOSITORY)}:{line} imports {imported!r}, which is on "
+            f"floor {other}, above {name!r} on floor {own}: arrows go one way."
         )
 
 
@@ -174,26 +148,25 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(f"Modules of keras_mp go round in a circle: {circle}.")
 
 
-def test_frameworks_are_imported_in_backend_only(module):
+def test_frameworks_are_imported_in_backends_only(module):
     name, path = module
-    # The benchmarks time the frameworks' own ways of doing it.
-    if name.split(".")[0] in ("backend", "benchmarks"):
+    if name.split(".")[0] == "backends":
         return
     for imported, line, _ in imports_of(name, path):
         assert imported.split(".")[0] not in FRAMEWORKS, (
             f"{path.relative_to(REPOSITORY)}:{line} imports {imported}: frameworks "
-            "are imported in backend and benchmarks only. Use keras.ops."
+            "are imported in backends only. Use keras.ops."
         )
 
 
 def test_matplotlib_is_imported_in_plots_only(module):
     name, path = module
-    if name.startswith("diagnostics.plots"):
+    if name.startswith("display.plots"):
         return
     for imported, line, only_for_types in imports_of(name, path):
         assert imported.split(".")[0] != "matplotlib" or only_for_types, (
             f"{path.relative_to(REPOSITORY)}:{line} imports {imported}: pictures are "
-            "drawn in keras_mp/diagnostics/plots only."
+            "drawn in keras_mp/display/plots only."
         )
 
 
@@ -229,8 +202,8 @@ def test_importing_keras_mp_loads_no_framework_and_no_matplotlib_of_its_own():
     )
     unwanted = (FRAMEWORKS - {keras.backend.backend()}) | {"matplotlib"}
     assert [name for name in loaded if name.split(".")[0] in unwanted] == []
-    assert "keras_mp.diagnostics.plots" not in loaded, (
-        "`import keras_mp` loads keras_mp.diagnostics.plots, and with it matplotlib: "
+    assert "keras_mp.display.plots" not in loaded, (
+        "`import keras_mp` loads keras_mp.display.plots, and with it matplotlib: "
         "import it where a picture is drawn."
     )
 

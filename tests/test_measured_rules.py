@@ -11,8 +11,8 @@ import keras
 import pytest
 
 import keras_mp
-from keras_mp.policies import decision_for
-from keras_mp.rules import RULES
+from keras_mp.policies.choosing import decision_for
+from keras_mp.policies.rules import RULES
 from sweeps.layer_cases import cases
 from sweeps.layer_errors import built
 

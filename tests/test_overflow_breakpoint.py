@@ -18,13 +18,13 @@ from keras import layers, ops
 
 import keras_mp
 import keras_mp_cli
-from keras_mp.backend import single_steps
+from keras_mp.backends import one_batch
 from keras_mp.callbacks import OverflowBreakpoint
-from keras_mp.diagnostics import model_or_weights, skipped_step
-from keras_mp.diagnostics import replay as replay_module
-from keras_mp.diagnostics.batch import batch_of, tensors_of
-from keras_mp.diagnostics.random_state import set_random_state
-from keras_mp.diagnostics.replay import replay
+from keras_mp.diagnostics.breakpoint import model_or_weights, skipped_step
+from keras_mp.diagnostics.breakpoint import replay as replay_module
+from keras_mp.diagnostics.breakpoint.batch import batch_of, tensors_of
+from keras_mp.diagnostics.breakpoint.random_state import set_random_state
+from keras_mp.diagnostics.breakpoint.replay import replay
 from keras_mp.errors import BreakpointError
 
 RANDOM = np.random.default_rng(0)
@@ -688,7 +688,7 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
         fit(model, x=X[of(1)], y=Y[of(1)])
         model.train_on_batch(X, Y)
         found.append(state_of(model) + scaling_of(model))
-        assert single_steps.ONCE not in vars(model)
+        assert one_batch.ONCE not in vars(model)
     assert same_bits(*found)
     assert not folder.exists()
 
@@ -702,7 +702,7 @@ def test_a_model_that_makes_its_train_function_itself_is_told_of(folder):
     with pytest.warns(UserWarning, match="saw no step: the model has"):
         fit(model, OverflowBreakpoint(folder, skips=1))
     assert not folder.exists()
-    assert single_steps.ONCE not in vars(model)
+    assert one_batch.ONCE not in vars(model)
 
 
 def traces_of_its_train_step(model):
@@ -734,7 +734,7 @@ def test_the_train_function_stays_the_same(folder):
     function = model.train_function
     fit(model, OverflowBreakpoint(folder, skips=9))
     assert model.train_function is function
-    assert single_steps.ONCE not in vars(model)
+    assert one_batch.ONCE not in vars(model)
 
 
 # More than one device ----------------------------------------------------------------
@@ -757,7 +757,7 @@ def test_several_replicas_or_processes_are_refused(folder, monkeypatch):
 
         store = distributed.HashStore()
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        assert single_steps.several_workers(model) == ""
+        assert one_batch.several_workers(model) == ""
         monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="must see the whole batch.*Received: "):
         fit(model, OverflowBreakpoint(folder))

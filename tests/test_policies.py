@@ -8,7 +8,7 @@ import pytest
 from backends import native_softmax
 
 import keras_mp
-from keras_mp.hardware import Recommendation
+from keras_mp.policies.hardware import Recommendation
 
 layers = keras.layers
 OURS = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
@@ -115,7 +115,9 @@ def test_a_scope_also_decorates_a_function():
 @pytest.mark.parametrize("name", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_auto_is_what_the_hardware_is_made_for(name, monkeypatch):
     monkeypatch.setattr(
-        keras_mp.policies, "recommended_policy", lambda: Recommendation(name, "why", ())
+        keras_mp.policies.policy,
+        "recommended_policy",
+        lambda: Recommendation(name, "why", ()),
     )
     keras_mp.set_global_policy("auto")
     assert keras_mp.global_policy().name == name

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 import keras_mp
-from keras_mp.rules import RULES, Rule
+from keras_mp.policies.rules import RULES, Rule
 
 layers = keras.layers
 
 
 @pytest.fixture(autouse=True)
 def no_authors_classes(monkeypatch):
-    monkeypatch.setattr(keras_mp.rules, "_kept", {})
+    monkeypatch.setattr(keras_mp.policies.rules, "_kept", {})
 
 
 def decided(layer, x, policy=None):
@@ -20,7 +20,7 @@ def decided(layer, x, policy=None):
     with keras_mp.policy_scope(policy or keras_mp.MixedFloat16()):
         layer = layer()
         layer(x)
-    decision = keras_mp.policies.decision_for(layer)
+    decision = keras_mp.policies.choosing.decision_for(layer)
     assert layer.compute_dtype == ("float32" if decision.rule else "float16")
     return decision.rule and decision.rule.name
 

@@ -17,12 +17,13 @@ from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 import keras_mp
-from keras_mp import hardware
-from keras_mp.backend import devices
-from keras_mp.diagnostics import doctor, plots
-from keras_mp.diagnostics.ranges import range_of
-from keras_mp.diagnostics.spread import Ratio
-from keras_mp.rules import RULES
+from keras_mp.backends import devices
+from keras_mp.diagnostics import doctor
+from keras_mp.diagnostics.comparison.spread import Ratio
+from keras_mp.diagnostics.diagnosis.ranges import range_of
+from keras_mp.display import plots
+from keras_mp.policies import hardware
+from keras_mp.policies.rules import RULES
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 8)).astype("float32")

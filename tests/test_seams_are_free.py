@@ -84,7 +84,7 @@ def test_a_layer_call_costs_one_python_call_more(name):
     call, number = layers()[name]
     call(), call()
     with_seams = calls_of(call)
-    keras_mp.integration.uninstall()  # The fixture of all tests installs them again.
+    keras_mp.seams.uninstall()  # The fixture of all tests installs them again.
     call()
     added = len(with_seams) - len(calls_of(call))
     adds = name != "Identity" and keras.backend.backend() != "torch"
@@ -104,13 +104,13 @@ def fitting(with_seams=True, callbacks=()):
         ]
     )
     if not with_seams:
-        keras_mp.integration.uninstall()
+        keras_mp.keras_seams.seams.uninstall()
     try:
         model.compile(keras_mp.LossScaleOptimizer("adam"), "mse", metrics=["mae"])
         # What the train function is made of stays when they come back.
         model.fit(np.ones((4, 4)), np.ones((4, 1)), batch_size=1, verbose=0)
     finally:
-        keras_mp.integration.install()
+        keras_mp.keras_seams.seams.install()
 
     def fit(steps):
         x, y = np.ones((steps, 4)), np.ones((steps, 1))

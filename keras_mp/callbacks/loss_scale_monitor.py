@@ -7,9 +7,9 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
-from keras_mp.backend.logs import MONITORED, UNDERFLOW
-from keras_mp.loss_scale import check_whole_number
-from keras_mp.nonfinite import named, newest
+from keras_mp.backends.train_logs import MONITORED, UNDERFLOW
+from keras_mp.loss_scaling.nonfinite import named, newest
+from keras_mp.loss_scaling.rule import check_whole_number
 
 # How often a scale falls without growing once before the user is told.
 FALLS = 12

@@ -9,18 +9,13 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
-from keras_mp.backend.generators import generator_states
-from keras_mp.backend.single_steps import (
-    ONCE,
-    attached,
-    one_at_a_time,
-    several_workers,
-)
-from keras_mp.diagnostics.batch import batch_of
-from keras_mp.diagnostics.breakpoint_folder import check_folder, prepare
-from keras_mp.diagnostics.model_or_weights import WEIGHTS
-from keras_mp.diagnostics.skipped_step import Step, save, scaling_of
-from keras_mp.loss_scale import check_whole_number
+from keras_mp.backends.one_batch import ONCE, attached, one_at_a_time, several_workers
+from keras_mp.backends.random_generators import generator_states
+from keras_mp.diagnostics.breakpoint.batch import batch_of
+from keras_mp.diagnostics.breakpoint.folder import check_folder, prepare
+from keras_mp.diagnostics.breakpoint.model_or_weights import WEIGHTS
+from keras_mp.diagnostics.breakpoint.skipped_step import Step, save, scaling_of
+from keras_mp.loss_scaling.rule import check_whole_number
 
 
 class OverflowBreakpoint(keras.callbacks.Callback):

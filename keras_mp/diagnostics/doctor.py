@@ -14,9 +14,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_mp.backend.compilation import compiled
-from keras_mp.hardware import Recommendation, recommended_policy
-from keras_mp.tables import Table
+from keras_mp.backends.compilation import compiled
+from keras_mp.display.tables import Table
+from keras_mp.policies.hardware import Recommendation, recommended_policy
 
 DTYPES = ("float32", "float16", "bfloat16")
 SECONDS = 1.0  # For all products together, after they are compiled.

@@ -1,0 +1,90 @@
+"""Training steps on TensorFlow: a model of Keras under the Adam of Keras."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
+from benchmarks.cases import Problem
+from benchmarks.steps import EPSILON, LEARNING_RATE, SCALE
+
+
+class KerasAdam:
+    """Without loss scaling: a `tf.function`, by XLA or not."""
+
+    def __init__(self, problem: Problem, jit: bool) -> None:
+        self._model, self._loss = problem.model, problem.loss
+        ones = np.ones(len(problem.x), "float32")
+        self._batches = [
+            [tf.constant(v) for v in (problem.x, problem.y, w)]
+            for w in (ones, ones * np.inf)
+        ]
+        self._adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
+        self._optimizer = self.wrapped(self._adam)
+        self._optimizer.build(self._model.trainable_variables)
+        self._step = tf.function(self.update, jit_compile=jit)
+
+    def run(self, steps: int, poisoned: bool = False) -> None:
+        batch = self._batches[poisoned]
+        loss = None
+        for _ in range(steps):
+            loss = self._step(*batch)
+        if loss is not None:
+            # The steps follow each other: what the last one wrote is there then.
+            loss.numpy()
+            self._model.trainable_variables[-1].numpy()
+
+    def weights(self) -> list[np.ndarray]:
+        return [v.numpy() for v in self._model.trainable_variables]
+
+    def moments(self) -> list[np.ndarray]:
+        moments = [*self._adam._momentums, *self._adam._velocities]
+        return [v.numpy() for v in moments]
+
+    def wrapped(self, adam: Any) -> Any:
+        return adam
+
+    def scaled(self, loss: Any) -> Any:
+        return loss
+
+    def update(self, x: Any, y: Any, weights: Any) -> Any:
+        """One step; returns the loss, unscaled."""
+        variables = self._model.trainable_variables
+        with tf.GradientTape() as tape:
+            y_pred = self._model(x, training=True)
+            loss = tf.reduce_mean(weights * self._loss(y, y_pred))
+            scaled = self.scaled(loss)
+        self.apply(tape.gradient(scaled, variables), variables, loss)
+        return loss
+
+    def apply(self, grads: Any, variables: Any, loss: Any) -> None:
+        self._optimizer.apply(grads, variables)
+
+
+class KerasOwn(KerasAdam):
+    """Keras' LossScaleOptimizer."""
+
+    def wrapped(self, adam: Any) -> Any:
+        return keras.optimizers.LossScaleOptimizer(adam, initial_scale=SCALE)
+
+    def scaled(self, loss: Any) -> Any:
+        return self._optimizer.scale_loss(loss)
+
+
+class Ours(KerasAdam):
+    """keras_mp's LossScaleOptimizer."""
+
+    def wrapped(self, adam: Any) -> Any:
+        return keras_mp.LossScaleOptimizer(adam, initial_scale=SCALE)
+
+    def scaled(self, loss: Any) -> Any:
+        return self._optimizer.scale_loss(loss)
+
+    def apply(self, grads: Any, variables: Any, loss: Any) -> None:
+        self._optimizer.apply(grads, variables, loss=loss)
+
+
+UNSCALED = {"keras": KerasAdam}
+SCALED = {"keras_mp": Ours, "keras": KerasOwn}

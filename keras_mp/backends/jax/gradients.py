@@ -1,0 +1,195 @@
+"""Gradients on JAX: unscaled, and looked at for what is not finite."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from keras_mp.backends.codes import FINITE, NAN
+from keras_mp.backends.jax.equations import equation
+from keras_mp.backends.split_reductions import split_axis
+
+# Gradients up to this many elements are checked together, so that the number of
+# kernels does not grow with the number of variables.
+GROUPED_ELEMENTS = 64 * 1024
+GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
+# Fewer than this of one shape are checked one by one, unless they are as small as this.
+FEW, SMALL_ELEMENTS = 8, 1024
+
+
+def unscale(
+    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
+) -> list[Any]:
+    """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
+    return _map_present(_unscale, grads, inverse_scale)
+
+
+@equation(lambda grads, inverse_scale: [_wide(g) for g in grads])
+def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
+    wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
+    # Once for each shape: XLA reads every line.
+    alike = dict.fromkeys((g.shape, g.dtype) for g in wide)
+    inverse = {(s, d): lax.broadcast(inverse_scale.astype(d), s) for s, d in alike}
+    return [lax.mul(g, inverse[g.shape, g.dtype]) for g in wide]
+
+
+def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+    """Turns infinities into nan, which clipping by value cannot make finite again."""
+    return _map_present(_nonfinite_to_nan, grads)
+
+
+@equation(lambda grads: grads)
+def _nonfinite_to_nan(grads: list[Any]) -> list[Any]:
+    return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
+
+
+def _map_present(
+    function: Callable[..., list[Any]], grads: Sequence[Any], *args: Any
+) -> list[Any]:
+    """Applies a function of a list to those gradients that are not None."""
+    results = iter(function([g for g in grads if g is not None], *args))
+    return [None if g is None else next(results) for g in grads]
+
+
+def _wide(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, _wide_dtype(x))
+
+
+def _wide_dtype(x: Any) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def nonfinite(grads: Sequence[Any]) -> Any:
+    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
+
+    Outside a trace a NumPy array: whether to write is decided there in Python.
+    """
+    codes = _nonfinite(list(grads))
+    return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
+
+
+@equation(lambda grads: jax.ShapeDtypeStruct((len(grads),), np.int8))
+def _nonfinite(grads: list[Any]) -> Any:
+    alike: dict[Any, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            small = grad.size <= GROUPED_ELEMENTS
+            kind = grad.shape, grad.dtype, jax.typeof(grad).sharding
+            key = kind if small else index
+            alike.setdefault(key, []).append(index)
+    for key, indices in list(alike.items()):
+        # The words of a few are nearly as large as they are.
+        if len(indices) < FEW and grads[indices[0]].size > SMALL_ELEMENTS:
+            del alike[key]
+            alike.update({i: [i] for i in indices})
+    codes = [_codes([grads[i] for i in indices]) for indices in alike.values()]
+    missing = [index for index, grad in enumerate(grads) if grad is None]
+    codes.append(lax.full((len(missing),), np.int8(FINITE)))
+    order = np.argsort([i for indices in (*alike.values(), missing) for i in indices])
+    return lax.gather(
+        lax.concatenate(codes, 0),
+        order[:, np.newaxis],
+        _SINGLE_ELEMENTS,
+        slice_sizes=(1,),
+        mode="promise_in_bounds",
+    )
+
+
+# How `gather` takes them from a vector.
+_SINGLE_ELEMENTS = lax.GatherDimensionNumbers((), (0,), (0,))
+
+
+def _codes(grads: list[Any]) -> Any:
+    """The code of each gradient, of one shape: is it finite, or what does it hold?
+
+    Several share words of 32 bits, one word for each place in their shape and two bits
+    for each gradient, so that one kernel reads them all, once, and copies none.
+    """
+    if len(grads) == 1:
+        (grad,) = grads
+        bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
+        # No axis more before all is done: XLA would move it down, a line at a time.
+        return lax.expand_dims(_largest(bits, _code, first=0), [0])
+    number = -(-len(grads) // GRADIENTS_IN_A_WORD)
+    lanes, shape = -(-len(grads) // number), grads[0].shape
+    # As many in each, some of them twice: all words of a shape are then one kernel.
+    filled = [*grads, *grads[: number * lanes - len(grads)]]
+    words = [_word(filled[i : i + lanes]) for i in range(0, len(filled), lanes)]
+    stacked = lax.concatenate([lax.expand_dims(w, [0, 1]) for w in words], 0)
+    places = 2 * np.arange(lanes, dtype=np.int32)
+    whole = len(words), lanes, *shape
+    rows = lax.shift_right_logical(
+        lax.broadcast_in_dim(stacked, whole, range(len(whole))),
+        lax.broadcast_in_dim(places, whole, [1]),
+    )
+    rows = lax.bitwise_and(rows, lax.full_like(rows, 3))
+    rows = lax.reshape(rows, (len(words) * lanes, *shape))
+    # A maximum, and no `or`, which collectives do not know.
+    return lax.slice_in_dim(_largest(rows, lambda code: code, first=1), 0, len(grads))
+
+
+def _word(grads: list[Any]) -> Any:
+    # Each code is too large by `_BELOW`. Integers wrap round.
+    excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
+    # Constants that stand there once, in full: XLA reads every line.
+    two, too_large, all_but_sign, below, above = (
+        lax.full_like(grads[0], np.uint32(x).astype(np.int32), np.int32)
+        for x in (2, excess, _ALL_BUT_SIGN, _BELOW, _ABOVE)
+    )
+    codes = [lax.clamp(below, _bits(g, all_but_sign), above) for g in grads]
+    word = codes.pop()
+    while codes:
+        word = lax.add(lax.shift_left(word, two), codes.pop())
+    # The remainder by the largest integer is the word itself. It keeps XLA from
+    # computing the word once more for each of its gradients.
+    return lax.rem(lax.sub(word, too_large), all_but_sign)
+
+
+def _bits(x: Any, all_but_sign: Any) -> Any:
+    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
+    # An integer maximum, unlike one of floats, cannot lose a nan.
+    if x.dtype == jnp.float64:  # A large one would become infinite in float32.
+        x = jnp.where(jnp.isfinite(x), 0, x)
+    x = lax.convert_element_type(x, np.float32)
+    # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
+    return lax.bitwise_and(lax.bitcast_convert_type(x, np.int32), all_but_sign)
+
+
+def _code(bits: Any) -> Any:
+    return lax.sub(lax.clamp(_BELOW, bits, _ABOVE), lax.full_like(bits, _BELOW))
+
+
+def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
+    """The largest code, int8; the axes before the `first` stay."""
+    if parted := split_axis(x.shape, first):
+        shape, axis = parted
+        x = lax.reduce(lax.reshape(x, shape), np.int32(0), lax.max, (axis,))
+    codes = lax.convert_element_type(code(x), np.int8)
+    return lax.reduce(codes, np.int8(0), lax.max, tuple(range(first, codes.ndim)))
+
+
+# The bits of the largest number, and as far above as NAN is above FINITE.
+_BELOW = np.int32(0x7F7FFFFF)
+_ABOVE = np.int32(_BELOW + NAN)
+_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+
+
+def all_finite(codes: Any) -> Any:
+    """Bool scalar: is each of the codes FINITE?"""
+    if not isinstance(codes, jax.core.Tracer):
+        return not codes.any()
+    # With its opposite, each made of the other, which XLA leaves whole. One alone it
+    # would part in three kernels, or compute once more in each select that reads it.
+    finite = lax.eq(codes, lax.full_like(codes, FINITE))
+    operands, initial = (finite, lax.bitwise_not(finite)), (np.True_, np.False_)
+    every, some = lax.reduce(operands, initial, _every_and_some, (0,))
+    # Of a result that is not read XLA would rid the program, and check it once more.
+    return lax.bitwise_and(every, lax.bitwise_not(some))
+
+
+def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
+    every = lax.bitwise_and(x[0], lax.bitwise_not(y[1]))
+    return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))

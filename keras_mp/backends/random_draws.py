@@ -1,0 +1,49 @@
+"""Random draws that do not depend on the precision that they are drawn for."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras import ops
+from keras.src import backend
+
+_BY_SHAPE = ("normal", "truncated_normal", "uniform")
+
+
+@contextlib.contextmanager
+def same_draws_in_every_dtype() -> Iterator[None]:
+    """Lets all that draws, from the same seed, draw the same in half precision.
+
+    Meanwhile it draws in float32 and rounds. TensorFlow and torch draw other numbers
+    for float16 than for float32, and JAX does for what is not a Dropout.
+    """
+    module = backend.random
+    before = {name: getattr(module, name) for name in (*_BY_SHAPE, "dropout")}
+    for name in _BY_SHAPE:
+        setattr(module, name, _by_shape(before[name]))
+    module.dropout = _dropout(before["dropout"])
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
+def _by_shape(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def draw(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        dtype = dtype or backend.floatx()
+        return ops.cast(original(*args, dtype="float32", **kwargs), dtype)
+
+    return draw
+
+
+def _dropout(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = ops.convert_to_tensor(inputs)
+        wide = original(ops.cast(inputs, "float32"), *args, **kwargs)
+        return ops.cast(wide, inputs.dtype)
+
+    return dropout

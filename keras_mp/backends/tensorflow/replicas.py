@@ -1,0 +1,58 @@
+"""What replicas of a `tf.distribute` strategy must agree on, and how they do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.backends.codes import INFINITE, NAN
+
+
+def check_strategy(variables: Sequence[Any], built: bool) -> None:
+    """Raises where replicas would disagree on the optimizer's variables."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise ValueError(
+            "The optimizer must be applied in a replica context: call it within "
+            "`strategy.run`. Received: a call in a cross-replica context."
+        )
+    if context.num_replicas_in_sync == 1:
+        return
+    # One variable for all replicas would be moved once by each of them.
+    mirrored = context.strategy.extended.variable_created_in_scope
+    for variable in variables:
+        if not mirrored(variable.value):
+            raise ValueError(
+                "The optimizer must be created, and built, within "
+                f"`strategy.scope()`. Received: its variable {variable.path} was "
+                "created outside."
+            )
+    if not built and not tf.executing_eagerly():
+        raise ValueError(
+            "The optimizer must be built before a tf.function calls `strategy.run`. "
+            "Received: one that is not. Within `strategy.scope()` call "
+            "`optimizer.build(variables)`."
+        )
+
+
+def highest_of_all_replicas(codes: tf.Tensor) -> tf.Tensor:
+    """The highest of all replicas' codes."""
+    if tf.distribute.get_replica_context().num_replicas_in_sync == 1:
+        return codes
+    # In one message, of flags: replicas sum what they know, and take no maximum.
+    flags = on_any_replica(tf.stack([codes == INFINITE, codes == NAN]))
+    infinite, nan = tf.unstack(tf.cast(flags, tf.int8))
+    return tf.maximum(INFINITE * infinite, NAN * nan)
+
+
+def on_any_replica(flags: tf.Tensor) -> tf.Tensor:
+    """Whether a flag is set on any replica.
+
+    Summed over all of them before anyone decides, and outside of any branch. Replicas
+    that disagreed would wait for each other for ever.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return flags
+    count = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(flags, tf.float32))
+    return count > 0

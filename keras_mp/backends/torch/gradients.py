@@ -1,0 +1,83 @@
+"""Gradients on torch: unscaled, and looked at for what is not finite."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_mp.backends.codes import INFINITE, NAN
+
+
+def unscale(
+    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
+) -> list[Any]:
+    """Multiplies each gradient by `inverse_scale` in float32; None stays None.
+
+    What is the `.grad` of one of `variables` is multiplied where it is, as torch's own
+    GradScaler does it: a copy of all gradients costs more than the product.
+    """
+    wide: list[Any] = [
+        None if g is None else g.to(torch.promote_types(g.dtype, torch.float32))
+        for g in grads
+    ]
+    own = _own_memory(wide, variables) if variables is not None else set()
+    products = [
+        None if g is None else g if i in own else g * inverse_scale
+        for i, g in enumerate(wide)
+    ]
+    for index in own:
+        wide[index].mul_(inverse_scale)
+    return products
+
+
+def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
+    """Which gradients are the `.grad` of their variable, and no other's memory."""
+    users = collections.Counter(g.data_ptr() for g in grads if g is not None)
+    return {
+        index
+        for index, (grad, variable) in enumerate(zip(grads, variables, strict=True))
+        if grad is not None
+        and grad is variable.value.grad
+        and not grad.requires_grad
+        and users[grad.data_ptr()] == 1
+        and 0 not in grad.stride()
+    }
+
+
+def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+    """Turns infinities into nan, which clipping by value cannot make finite again."""
+    return [
+        None if g is None else torch.where(torch.isfinite(g), g, torch.nan)
+        for g in grads
+    ]
+
+
+def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
+    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
+
+    In any process: summed over all of them before anyone decides.
+    """
+    present = [g for g in grads if g is not None]
+    codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
+    present = [g for g in present if g.is_floating_point()]  # A loss may be a number.
+    # The norm takes one pass, in few kernels. Squares overflow at 1.8e19: only then, or
+    # where a gradient is not finite, is each looked at.
+    if not torch.isfinite(torch.nn.utils.get_total_norm(present)):
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                found = INFINITE * grad.isinf().any() + NAN * grad.isnan().any()
+                codes[index] = found.clamp(max=NAN)
+    return highest_of_all_processes(codes)
+
+
+def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
+    """The maximum over all processes, which all come here at the same step."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return values
+
+
+def all_finite(codes: torch.Tensor) -> torch.Tensor:
+    """Bool scalar: is each of the codes FINITE?"""
+    return ~codes.any()

@@ -1,0 +1,316 @@
+"""The demo: real handwritten digits, trained under three policies.
+
+What a user would write stands in `train`: a policy, `compile("adam")` and `fit`. The
+rest of the file measures that and shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import keras
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+
+from keras_mp.config import policy_scope
+from keras_mp.policies.hardware import recommended_policy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+
+# Small, so that twelve epochs are more than the 2000 finite steps in a row after
+# which a loss scale grows, and each image weighs enough in the mean for one of the
+# first gradients to overflow: the picture shows the loss scale at work. The seed was
+# picked for that too: of 0 to 5 most overflow, this one on JAX and on TensorFlow.
+BATCH_SIZE = 8
+SEED = 1
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """8x8 scans, values 0 to 1, shape (n, 8, 8, 1) float32, and their digits 0 to 9."""
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one training under one policy gave."""
+
+    policy: str
+    test_accuracy: float  # 0 to 1
+    losses: list[float]  # mean cross-entropy of each epoch, in nats
+    scales: list[float]  # the loss scale after each step; empty where there is none
+    skipped_at: list[int]  # the steps, counted from 1, that were skipped
+    weight_bytes: int
+    activation_bytes: int  # per sample
+    seconds_per_epoch: float
+
+
+def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
+    """Trains under three policies, prints a table, draws a picture.
+
+    Args:
+        epochs: how many epochs to train under each policy, at least 1.
+        out: the path of the PNG. Its folder must exist.
+
+    Raises:
+        ValueError: for less than one epoch, or a folder that does not exist.
+        SystemExit: with status 2 where scikit-learn is not installed.
+
+    Example:
+        >>> keras_mp.cli.demo.demo(epochs=2, out="digits.png")
+    """
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise ValueError(
+            f"`epochs` must be an integer of at least 1. Received: epochs={epochs!r}"
+        )
+    if not Path(out).absolute().parent.is_dir():  # said now, not a minute later
+        raise ValueError(f"`out` must lie in a folder that exists. Received: out={out}")
+    digits = load_digits()
+    results = train_all(digits, epochs)
+    console = Console(highlight=False)
+    console.print(table(results))
+    console.print()
+    console.print(speed_sentence(results))
+    draw(results, out, console)
+
+
+def load_digits() -> Digits:
+    """Handwritten digits, scanned, which scikit-learn has in its package.
+
+    A fixed fifth is held out for the test: 1438 images to learn from, 359 to test on.
+    """
+    try:
+        from sklearn.datasets import load_digits as load
+    except ModuleNotFoundError:
+        _leave('the demo needs scikit-learn: pip install "keras_mp[demo]"')
+    data = load()
+    images = (data.images[..., None] / 16).astype("float32")
+    order = np.random.default_rng(0).permutation(len(images))
+    test, train = np.split(order, [len(order) // 5])
+    return Digits(images[train], data.target[train], images[test], data.target[test])
+
+
+def build_model() -> keras.Model:
+    """Two convolutions with batch normalisation, and a softmax head."""
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8, 8, 1))], name="digits")
+    for filters in (32, 64):
+        model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
+        # Faster than Keras' 0.99, so that a test after two epochs means something.
+        model.add(layers.BatchNormalization(momentum=0.9))
+        model.add(layers.ReLU())
+        model.add(layers.MaxPooling2D())
+    model.add(layers.Flatten())
+    model.add(layers.Dense(10, activation="softmax"))
+    return model
+
+
+def train_all(digits: Digits, epochs: int) -> list[Result]:
+    """Trains under each policy in turn, from the same weights, with a progress bar."""
+    progress = Progress(
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "epochs",
+        TimeElapsedColumn(),
+        console=Console(stderr=True),  # so that a pipe gets the table alone
+        transient=True,
+    )
+    results = []
+    with progress:
+        task = progress.add_task("", total=epochs * len(POLICIES))
+        for policy in POLICIES:
+            progress.update(task, description=f"{policy:14}")
+            results.append(
+                train(policy, digits, epochs, lambda: progress.advance(task))
+            )
+    return results
+
+
+def train(
+    policy: str, digits: Digits, epochs: int, after_epoch: Callable[[], None]
+) -> Result:
+    """Trains the network under one policy, and says what came of it."""
+    keras.utils.set_random_seed(SEED)
+    recorder = Recorder(after_epoch)
+    with policy_scope(policy):
+        model = build_model()
+        model.compile(
+            "adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"]
+        )
+        history = model.fit(
+            digits.train_images,
+            digits.train_labels,
+            batch_size=BATCH_SIZE,
+            epochs=epochs,
+            verbose=0,
+            callbacks=[recorder],
+        )
+        test = model.evaluate(
+            digits.test_images, digits.test_labels, verbose=0, return_dict=True
+        )
+    return Result(
+        policy=policy,
+        test_accuracy=float(test["accuracy"]),
+        losses=[float(loss) for loss in history.history["loss"]],
+        scales=recorder.scales,
+        skipped_at=recorder.skipped_at,
+        weight_bytes=sum(_size(w.shape, w.dtype) for w in model.weights),
+        activation_bytes=sum(
+            _size(layer.output.shape[1:], layer.output.dtype) for layer in model.layers
+        ),
+        seconds_per_epoch=recorder.seconds_per_epoch,
+    )
+
+
+class Recorder(keras.callbacks.Callback):
+    """Notes the loss scale and the skips at each step, and the time of each epoch."""
+
+    def __init__(self, after_epoch: Callable[[], None]) -> None:
+        super().__init__()
+        self.after_epoch = after_epoch
+        self.scales: list[float] = []
+        self.skipped_at: list[int] = []
+        self._skipped = 0
+        self._seconds: list[float] = []
+        self._began = 0.0
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        """The median, without the first epoch, in which the step was compiled."""
+        return statistics.median(self._seconds[1:] or self._seconds)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._began = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._seconds.append(time.perf_counter() - self._began)
+        self.after_epoch()
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        # On JAX `fit` keeps the state to itself during an epoch, until it is asked.
+        # It is asked under every policy alike, so that the times can be compared.
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        optimizer = self.model.optimizer
+        scale = getattr(optimizer, "loss_scale", None)
+        if scale is None:  # a plain Adam: no loss scale is needed under this policy
+            float(optimizer.iterations)  # waits for the step, as reading a scale does
+            return
+        self.scales.append(float(scale))
+        skipped = int(optimizer.skipped_steps)
+        if skipped > self._skipped:
+            self.skipped_at.append(len(self.scales))
+        self._skipped = skipped
+
+
+def table(results: list[Result]) -> Table:
+    """The results, one policy a row, at most 80 columns wide."""
+    shown = Table(
+        title="Handwritten digits, 8x8 pixels: the same network under three policies",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    shown.add_column("policy", vertical="bottom", no_wrap=True)
+    for heading in (
+        "test\naccuracy",
+        "final\nloss\n(nats)",
+        "loss\nscale",
+        "skipped\nsteps",
+        "weights\n(bytes)",
+        "activations\n(bytes per\nsample)",
+        "time\n(s per\nepoch)",
+    ):
+        # One column more than the words need, as there is no room for padding.
+        width = max(map(len, heading.split("\n"))) + 1
+        shown.add_column(heading, justify="right", vertical="bottom", min_width=width)
+    for result in results:
+        scaled = bool(result.scales)
+        shown.add_row(
+            result.policy,
+            f"{result.test_accuracy:.1%}",
+            f"{result.losses[-1]:.4f}",
+            f"{result.scales[-1]:,.7g}" if scaled else "none",
+            f"{len(result.skipped_at)}" if scaled else "none",
+            f"{result.weight_bytes:,}",
+            f"{result.activation_bytes:,}",
+            f"{result.seconds_per_epoch:.2f}",
+        )
+    return shown
+
+
+def speed_sentence(results: list[Result]) -> str:
+    """One sentence on the times: what they are here, and how little that says."""
+    full, *mixed = results
+    times = ", ".join(
+        f"{result.policy} {result.seconds_per_epoch / full.seconds_per_epoch:.1f} times"
+        for result in mixed
+    )
+    if all(device.kind == "cpu" for device in recommended_policy().devices):
+        why = (
+            "steps as small as these mostly pay for being started, so that the times "
+            "scatter; larger ones are as a rule slower under mixed precision on a "
+            "CPU, which seldom has arithmetic for 16-bit numbers"
+        )
+    else:
+        why = "steps as small as these cannot keep an accelerator busy"
+    return f"Time per epoch, against {full.policy}: {times}; {why}."
+
+
+def draw(results: list[Result], out: str, console: Console) -> None:
+    """Writes the picture, or says what is missing for it."""
+    try:
+        from keras_mp.display.plots import save_png
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        console.print(
+            'No picture: it needs matplotlib, pip install "keras_mp[plots]".',
+            markup=False,
+        )
+        return
+    save_png(figure(results), out)
+    console.print(f"Picture: {out}", markup=False, soft_wrap=True)
+
+
+def figure(results: list[Result]) -> Figure:
+    """The losses of all policies, and the loss scale of the one that has one."""
+    from keras_mp.display.plots import plot_training
+
+    scaled = next((result for result in results if result.scales), results[0])
+    return plot_training(
+        {result.policy: result.losses for result in results},
+        scaled.scales,
+        scaled.skipped_at,
+    )
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    """The bytes of a tensor."""
+    return math.prod(shape) * _BYTES[keras.backend.standardize_dtype(dtype)]
+
+
+def _leave(message: str) -> NoReturn:
+    Console(stderr=True, highlight=False, markup=False).print(message, soft_wrap=True)
+    raise SystemExit(2)

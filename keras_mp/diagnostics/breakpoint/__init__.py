@@ -1,0 +1,1 @@
+"""A skipped step, saved by `OverflowBreakpoint` and replayed."""

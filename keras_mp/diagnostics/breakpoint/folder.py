@@ -1,0 +1,181 @@
+"""The folder of a breakpoint: written whole or not at all, and read again."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, get_origin, get_type_hints
+
+import numpy as np
+
+from keras_mp.diagnostics.breakpoint.batch import Batch
+from keras_mp.diagnostics.breakpoint.model_or_weights import MODEL, WEIGHTS
+from keras_mp.errors import BreakpointError
+
+DIAGNOSIS = "diagnosis"
+_FACTS = "breakpoint.json"
+_BATCH = "batch.npz"
+_RANDOM_STATE = "random_state.npz"
+_FILES = {_FACTS, _BATCH, _RANDOM_STATE, MODEL, WEIGHTS} | {
+    f"{DIAGNOSIS}.{ending}" for ending in ("txt", "json", "html")
+}
+_FORMAT = "keras_mp breakpoint 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """What is known of a step whose gradients overflowed.
+
+    Attributes:
+        step: its number from 1, skipped steps included.
+        epoch: from 1.
+        skips: how many steps in a row were skipped, this one included.
+        loss_scale: the one at which they overflowed.
+        not_finite: path -> "inf", "nan" or "inf, nan" in its gradient.
+        variables: the paths of all trainable variables, in their order.
+        model: the name of the file with the model, or with its weights.
+        backend: where it ran.
+        keras: the version of Keras.
+        keras_mp: the version of keras_mp.
+    """
+
+    step: int
+    epoch: int
+    skips: int
+    loss_scale: float
+    not_finite: dict[str, str]
+    variables: list[str]
+    model: str
+    backend: str
+    keras: str
+    keras_mp: str
+
+
+class Saved(NamedTuple):
+    """What a folder holds beside the model."""
+
+    folder: pathlib.Path
+    overflow: Overflow
+    batch: Batch
+    random_state: dict[str, np.ndarray]
+
+
+def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the absolute path of a folder that a breakpoint may be written to.
+
+    Raises:
+        TypeError: if it is no path.
+        ValueError: if there is something in it that is not of a breakpoint.
+    """
+    path = pathlib.Path(folder).resolve()
+    if path.is_dir():
+        held = set(os.listdir(path))
+    else:
+        held = {path.name} if path.exists() else set()
+    if held and (_FACTS not in held or held - _FILES):
+        raise ValueError(
+            "`folder` must be missing, empty, or a former breakpoint's and nothing "
+            f"else: it is written anew. Received: folder={os.fspath(folder)!r}, where "
+            f"there is {min(held - _FILES or held)!r}."
+        )
+    return path
+
+
+def prepare(folder: pathlib.Path) -> None:
+    """Raises if a breakpoint could not be written: better now than after hours.
+
+    Raises:
+        ValueError: if there is something else in the folder, or it cannot be renamed.
+        OSError: if nothing can be written beside it.
+    """
+    check_folder(folder)
+    if folder.is_mount():
+        raise ValueError(
+            "`folder` must not be a mount point, which cannot be replaced: take a "
+            f"folder within it. Received: folder={str(folder)!r}."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
+
+
+@contextlib.contextmanager
+def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a folder to write to, which takes the place of `folder` in the end.
+
+    After an error it is gone, and what was in `folder` is still there.
+    """
+    name = f"{folder.name}.{uuid.uuid4().hex[:8]}"
+    made, former = folder.with_name(f"{name}.partial"), folder.with_name(f"{name}.old")
+    made.mkdir(parents=True)
+    try:
+        yield made
+        if check_folder(folder).exists():
+            folder.rename(former)
+        made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if former.exists() and not folder.exists():
+            former.rename(folder)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def write_facts(
+    folder: pathlib.Path,
+    overflow: Overflow,
+    batch: Batch,
+    random_state: Mapping[str, np.ndarray],
+) -> None:
+    """Writes all but the model and the diagnosis."""
+    arrays: dict[str, Any] = dict(batch.arrays)
+    np.savez(folder / _BATCH, **arrays)
+    arrays = dict(random_state)
+    np.savez(folder / _RANDOM_STATE, **arrays)
+    facts = {"format": _FORMAT, **dataclasses.asdict(overflow)}
+    text = json.dumps({**facts, "batch": batch.structure}, indent=1)
+    (folder / _FACTS).write_text(text, "utf-8")
+
+
+def read(folder: str | os.PathLike[str]) -> Saved:
+    """Reads what `write_facts` has written.
+
+    Raises:
+        BreakpointError: if there is no folder, no breakpoint in it, or a damaged one.
+    """
+    path = pathlib.Path(folder)
+    if not path.is_dir():
+        raise BreakpointError(f"there is no folder {str(path)!r}")
+    if not (path / _FACTS).is_file():
+        raise BreakpointError(
+            f"the folder {str(path)!r} holds no breakpoint: there is no {_FACTS} in it"
+        )
+    file = _FACTS
+    try:
+        facts = json.loads((path / _FACTS).read_text("utf-8"))
+        if facts.pop("format") != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT!r}")
+        structure = facts.pop("batch")
+        overflow = Overflow(**facts)
+        if overflow.model not in (MODEL, WEIGHTS):
+            raise ValueError(f"its model is {overflow.model!r}")
+        for name, kind in get_type_hints(Overflow).items():
+            if not isinstance(facts[name], get_origin(kind) or kind):
+                raise ValueError(f"its {name} is {facts[name]!r}")
+        file = _BATCH
+        batch = Batch(_arrays(path / file), structure)
+        file = _RANDOM_STATE
+        return Saved(path, overflow, batch, _arrays(path / file))
+    except Exception as error:  # NumPy's reader raises whatever comes.
+        raise BreakpointError(
+            f"the breakpoint's file {str(path / file)!r} is damaged: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(file) as arrays:  # Without pickle.
+        return dict(arrays)

@@ -1,0 +1,150 @@
+"""`replay`: the step that a breakpoint has saved, once more."""
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from inspect import isclass, isfunction
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_mp.backends import one_batch
+from keras_mp.diagnostics.breakpoint import model_or_weights
+from keras_mp.diagnostics.breakpoint.batch import Batch, tensors_of
+from keras_mp.diagnostics.breakpoint.folder import Overflow, read
+from keras_mp.diagnostics.breakpoint.random_state import set_random_state
+from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
+from keras_mp.diagnostics.diagnosis.report import Report
+from keras_mp.errors import BreakpointError
+from keras_mp.loss_scaling.nonfinite import added, named
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Replay:
+    """What a saved step did, and what it does here.
+
+    Attributes:
+        saved: what was saved of it.
+        not_finite: path -> "inf", "nan" or "inf, nan" in its gradient here, the paths
+            being those of the run.
+        report: the diagnosis; a sentence why there is none.
+    """
+
+    saved: Overflow
+    not_finite: dict[str, str]
+    report: Report | str
+
+    def __str__(self) -> str:
+        saved = self.saved
+        lines = [
+            f"Saved: step {saved.step}, in epoch {saved.epoch}, at loss scale "
+            f"{saved.loss_scale:g}, with {saved.skips} skipped in a row; "
+            f"{saved.backend}, Keras {saved.keras}, keras_mp {saved.keras_mp}. "
+            f"Not finite: {_told(saved.not_finite)}.",
+            f"Here, on {keras.backend.backend()}: {self._again()}",
+        ]
+        told = "\n".join(textwrap.fill(line, 80) for line in lines)
+        return f"{told}\n\n{self.report}"
+
+    __repr__ = __str__
+
+    def _again(self) -> str:
+        if not self.not_finite:
+            return "it does not overflow, every gradient is finite at that scale."
+        if self.not_finite.keys() == self.saved.not_finite.keys():
+            return "it overflows again, in the gradients of the same variables."
+        return f"it overflows too. Not finite: {_told(self.not_finite)}."
+
+
+def _told(not_finite: Mapping[str, str]) -> str:
+    return named([f"{path} ({kind})" for path, kind in not_finite.items()])
+
+
+def replay(
+    folder: str | os.PathLike[str],
+    *,
+    build: Callable[[], Any] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+) -> Replay:
+    """Takes a step that `OverflowBreakpoint` has saved once more, and diagnoses it.
+
+    With the same weights, batch, loss scale and random numbers, as far as another
+    version or backend draws the same ones.
+
+    Args:
+        folder: the one that was given to `OverflowBreakpoint`. Nothing in it changes.
+        build: returns the compiled model, where only its weights could be saved.
+        custom_objects: name -> class or function of the model's that is not registered
+            with Keras.
+
+    Returns:
+        A `Replay`, which prints.
+
+    Raises:
+        BreakpointError: if there is no breakpoint, it is damaged, or the model cannot
+            be opened.
+
+    Example:
+
+    ```python
+    print(keras_mp.diagnostics.breakpoint.replay.replay("overflow"))
+    ```
+    """
+    saved = read(folder)
+    try:
+        data = tensors_of(saved.batch)
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BreakpointError(f"the batch in {str(folder)!r}: {error}") from error
+    file = saved.folder / saved.overflow.model
+    model = model_or_weights.load(file, x, build, custom_objects)
+    optimizer, paths = model.optimizer, saved.overflow.variables
+    if len(paths) != len(optimizer._trainable_variables):
+        raise BreakpointError(
+            f"the model must have the {len(paths)} trainable variables that it had. "
+            f"Received: a model with {len(optimizer._trainable_variables)}"
+        )
+    optimizer.dynamic_scale.assign(saved.overflow.loss_scale)
+    try:
+        set_random_state(model, saved.random_state)
+    except ValueError as error:
+        raise BreakpointError(f"{error}: {model_or_weights.REMEDY}") from error
+    report = diagnosed(model, saved.batch)
+    before = ops.convert_to_numpy(optimizer.nonfinite_counts)
+    one_batch.step(model, data)
+    after = ops.convert_to_numpy(optimizer.nonfinite_counts)
+    return Replay(saved.overflow, added(before, after, paths), report)
+
+
+def diagnosed(model: Any, batch: Batch) -> Report | str:
+    """The diagnosis of a model by a batch, or why there is none."""
+    try:
+        parts = keras.utils.unpack_x_y_sample_weight(tensors_of(batch))
+        return diagnose(model, *parts)
+    except Exception as error:  # Whatever a `train_step` of the user's has made do.
+        return f"There is no diagnosis: {type(error).__name__}: {error}"
+
+
+def names_in(script: str) -> dict[str, Any]:
+    """Runs a script, not as `__main__`; returns its classes and functions by name.
+
+    Raises:
+        BreakpointError: if there is no such file.
+    """
+    path = pathlib.Path(script).resolve()
+    if not path.is_file():
+        raise BreakpointError(f"there is no script {script!r}")
+    name = f"keras_mp_replay_of_{path.stem}"
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec: Any = importlib.util.spec_from_loader(name, loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))  # As `python SCRIPT` has it.
+    loader.exec_module(module)
+    return {k: v for k, v in vars(module).items() if isfunction(v) or isclass(v)}

@@ -1,0 +1,1 @@
+"""`compare`: the same training under several policies."""

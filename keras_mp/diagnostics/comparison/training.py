@@ -1,0 +1,192 @@
+"""One training of several that differ in nothing but the policy and the seed."""
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+from keras.src.backend.common import global_state
+
+from keras_mp.backends.memory import measure_memory
+from keras_mp.config import policy_scope
+from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
+from keras_mp.diagnostics.inspection.layer_facts import layers_of
+from keras_mp.diagnostics.training_data import TrainingData
+from keras_mp.errors import TrainingDivergedError
+from keras_mp.policies.layers import is_graph, policy_of
+
+NAMES = "object_name_uids"  # Where Keras counts the names that it has given.
+_SEEN = "_keras_mp_compared"
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a training has ended with.
+
+    Attributes:
+        policy: its label.
+        seed: of the initial weights and the order of the batches.
+        metrics: of the validation data, after the training; empty if it was ended.
+        losses: the mean training loss of each epoch.
+        seconds_per_step: None if there were too few steps.
+        peak_memory: in bytes; None if it is not counted.
+        skipped_steps: None without a loss scale.
+        diverged: what has ended it, or made it worthless; or empty.
+        compute_dtypes: of each layer; a graph leaves that to its layers.
+    """
+
+    policy: str
+    seed: int
+    metrics: dict[str, float]
+    losses: tuple[float, ...]
+    seconds_per_step: float | None
+    peak_memory: int | None
+    skipped_steps: int | None
+    diverged: str
+    compute_dtypes: tuple[str, ...] = dataclasses.field(repr=False)
+
+
+class Plan(NamedTuple):
+    """What all the trainings have in common.
+
+    Attributes:
+        build, train, validation, epochs: as `compare` is given them.
+        names: how often Keras has given each name when the first training began.
+    """
+
+    build: Callable[[], Any]
+    train: TrainingData
+    validation: TrainingData
+    epochs: int
+    names: dict[str, int]
+
+
+def initial_values(plan: Plan, policy: Any, seed: int) -> list[Any]:
+    """The values that the variables of a model have before its training."""
+    with policy_scope(policy):
+        return [ops.convert_to_numpy(v) for v in _built(plan, seed).variables]
+
+
+def train_once(
+    plan: Plan,
+    label: str,
+    policy: Any,
+    seed: int,
+    initial: Sequence[Any],
+    progress: Callable[[float], None],
+) -> Training:
+    """Trains a new model under a policy, and says what came of it.
+
+    Args:
+        plan: the training.
+        label: of the policy.
+        policy: a `keras.DTypePolicy`.
+        seed: of the batches.
+        initial: the value of each variable before the first step.
+        progress: is told how much is done, from 0 to 1.
+    """
+    gc.collect()  # The model before, whose memory would count.
+    read_memory = measure_memory()
+    stopwatch = Stopwatch()
+    with policy_scope(policy):
+        model = _built(plan, seed)
+        _assign(model, initial)
+        keras.utils.set_random_seed(seed)
+        diverged, metrics = "", {}
+        try:
+            model.fit(
+                **plan.train.to_fit(),
+                epochs=plan.epochs,
+                verbose=0,
+                callbacks=[stopwatch, _Progress(progress)],
+            )
+        except TrainingDivergedError as error:
+            diverged = str(error).partition(", at step")[0]
+        memory = read_memory()
+        if not diverged:
+            metrics = model.evaluate(
+                **plan.validation.arguments(), verbose=0, return_dict=True
+            )
+    losses = model.history.history.get("loss", [])
+    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+    for loss in (*losses[-1:], numbers.get("loss", 0.0)):
+        if not math.isfinite(loss):
+            diverged = diverged or f"the loss is {loss}"
+    skipped = getattr(model.optimizer, "skipped_steps", None)
+    return Training(
+        policy=label,
+        seed=seed,
+        metrics=numbers,
+        losses=tuple(float(loss) for loss in losses),
+        seconds_per_step=stopwatch.seconds_per_step,
+        peak_memory=memory,
+        skipped_steps=None if skipped is None else int(skipped),
+        diverged=diverged,
+        compute_dtypes=tuple(
+            policy_of(layer).compute_dtype
+            for layer, _ in layers_of(model)
+            if not is_graph(layer)
+        ),
+    )
+
+
+class _Progress(keras.callbacks.Callback):
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._tell(epoch / self.params["epochs"])
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        if steps := self.params["steps"]:
+            self._tell((self._epoch + batch / steps) / self.params["epochs"])
+
+
+def _built(plan: Plan, seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    # Layers are called the same under each policy, which may choose by their paths.
+    global_state.set_global_attribute(NAMES, plan.names.copy())
+    model = plan.build()
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`build` must return a compiled keras.Model. Received: build() returned "
+            f"{model!r}."
+        )
+    if not model.compiled:
+        raise ValueError(
+            "`build` must compile the model that it returns. Received: build() "
+            f"returned {model!r}, which is not compiled."
+        )
+    if _SEEN in vars(model):
+        raise ValueError(
+            "`build` must make a new model at each call. Received: build() returned "
+            f"{model!r} once more."
+        )
+    vars(model)[_SEEN] = True
+    if not all(layer.built for layer in model._flatten_layers()):
+        model._symbolic_build(data_batch=plan.train.first_batch())
+    return model
+
+
+def _assign(model: Any, values: Sequence[Any]) -> None:
+    shapes = [tuple(v.shape) for v in model.variables]
+    if shapes != [value.shape for value in values]:
+        raise ValueError(
+            "`build` must return the same model at each call, whatever the policy. "
+            f"Received: first one with {_size(x.shape for x in values)}, then one with "
+            f"{_size(shapes)}."
+        )
+    for variable, value in zip(model.variables, values, strict=True):
+        variable.assign(value)
+
+
+def _size(shapes: Iterable[tuple[int, ...]]) -> str:
+    sizes = [math.prod(shape) for shape in shapes]
+    return f"{sum(sizes)} numbers in {len(sizes)} variables"

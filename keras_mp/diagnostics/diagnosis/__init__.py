@@ -1,0 +1,1 @@
+"""`diagnose`: one batch, and what precision does to it."""

@@ -1,0 +1,156 @@
+"""What ranges mean for float16 and bfloat16: what overflows, what vanishes, what to do.
+
+Pure: of ranges and names alone. Magnitudes are those of float32, where nothing is lost.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from keras_mp.diagnostics.diagnosis.ranges import BFLOAT16, FLOAT16, Format, Range
+
+# A gradient counts as lost where more than this share of the sum of its magnitudes
+# vanishes: less than float16 rounds away of each element.
+LOST = 2.0**-11
+# Between these powers of two a dynamic loss scale moves by default.
+LOWEST_SCALE, HIGHEST_SCALE = 0, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The range of one tensor in float32.
+
+    Attributes:
+        path: of the layer or variable.
+        kind: "output", "activation gradient" or "gradient".
+        half: whether it is in half precision under the policy.
+        range: with a loss scale of 1.
+        layer: the path of the layer that has it, as `float32=` takes it; empty if it
+            is a model's own or an operation's.
+    """
+
+    path: str
+    kind: str
+    half: bool
+    range: Range
+    layer: str = ""
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.kind != "output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The loss scales, powers of two, at which every gradient fits into a format.
+
+    Attributes:
+        lowest: the exponent of the smallest scale at which none is lost.
+        highest: the exponent of the largest at which none overflows.
+    """
+
+    lowest: int
+    highest: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.lowest <= self.highest
+
+    def holds(self, scale: float) -> bool:
+        return 2.0**self.lowest <= scale <= 2.0**self.highest
+
+    def __str__(self) -> str:
+        return f"2^{self.lowest} to 2^{self.highest}"
+
+
+def window_of(range: Range, format: Format) -> Window:
+    """Where one gradient fits: lowest beyond highest if nowhere."""
+    if not range.largest:
+        return Window(LOWEST_SCALE, HIGHEST_SCALE)
+    exponents = [*_powers()]
+    enough = (k for k in exponents if range.lost(format, 2.0**k) <= LOST)
+    highest = range.headroom(format)[0] if range.finite else LOWEST_SCALE - 1
+    return Window(next(enough, HIGHEST_SCALE + 1), min(highest, HIGHEST_SCALE))
+
+
+def common(windows: Sequence[Window]) -> Window:
+    """Where all of them are open."""
+    return Window(
+        max((w.lowest for w in windows), default=LOWEST_SCALE),
+        min((w.highest for w in windows), default=HIGHEST_SCALE),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is the matter, in the order in which it comes about.
+
+    Attributes:
+        overflowing: outputs that pass the largest float16, in the order of the call.
+        window: the loss scales at which every gradient fits into float16, but for the
+            outliers.
+        too_large, too_small: gradients that overflow, or are lost, at the present
+            scale, in the order of the backward pass.
+        outliers: gradients for which no scale is left that suits the others.
+        bfloat16: whether all outputs and gradients, unscaled, fit into bfloat16.
+    """
+
+    overflowing: tuple[Measured, ...]
+    window: Window
+    too_large: tuple[Measured, ...]
+    too_small: tuple[Measured, ...]
+    outliers: tuple[Measured, ...]
+    bfloat16: bool
+
+    @property
+    def fits(self) -> bool:
+        """Does everything fit into float16, at some scale?"""
+        return not self.overflowing and not self.outliers
+
+
+def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
+    """Judges the ranges of one batch.
+
+    Args:
+        measured: outputs in the order of the call, then gradients in the order of the
+            backward pass.
+        scale: the present loss scale.
+    """
+    half = [m for m in measured if m.half]
+    gradients = [m for m in half if m.is_gradient and m.range.largest]
+    windows = [window_of(m.range, FLOAT16) for m in gradients]
+    together = common(windows)
+    if not together.is_open:
+        best = 2.0 ** _best(windows)
+        together = common([w for w in windows if w.holds(best)])
+    return Verdict(
+        overflowing=tuple(
+            m for m in half if not m.is_gradient and m.range.overflowing(FLOAT16)
+        ),
+        window=together,
+        too_large=tuple(m for m in gradients if m.range.overflowing(FLOAT16, scale)),
+        too_small=tuple(m for m in gradients if m.range.lost(FLOAT16, scale) > LOST),
+        outliers=tuple(
+            m
+            for m, w in zip(gradients, windows, strict=True)
+            if not common([w, together]).is_open
+        ),
+        bfloat16=all(
+            not m.range.overflowing(BFLOAT16) and m.range.lost(BFLOAT16) <= LOST
+            for m in half
+        ),
+    )
+
+
+def _best(windows: Sequence[Window]) -> int:
+    """The exponent of the scale that suits most gradients."""
+    return max(_powers(), key=lambda k: sum(w.holds(2.0**k) for w in windows))
+
+
+def _powers() -> range:
+    return range(LOWEST_SCALE, HIGHEST_SCALE + 1)
+
+
+def power(value: float) -> str:
+    """A magnitude as a power of two: 2^15 for 32768 to 65535."""
+    return f"2^{math.frexp(value)[1] - 1}" if value else "0"

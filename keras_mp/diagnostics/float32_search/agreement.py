@@ -1,0 +1,228 @@
+"""Do a model's outputs and gradients in half precision agree with float32's?"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_mp.backends.differentiation import See, differentiate
+from keras_mp.backends.random_draws import same_draws_in_every_dtype
+from keras_mp.diagnostics.diagnosis.results import results_through
+
+# So many times is all rounded, each time at random.
+_ROUNDINGS = 3
+# What rounding changes by more than this has no value to agree with: the gradient by a
+# bias before a normalization is rounding errors in any dtype.
+_UNDETERMINED = 0.5
+# How far rounding to a half dtype moves a number, relative: the unit roundoff.
+_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+class Quantity(NamedTuple):
+    """An output, or the unscaled gradient by a variable, as a NumPy array."""
+
+    name: str
+    values: np.ndarray
+
+
+class Error(NamedTuple):
+    """How far a quantity is from float32's.
+
+    Attributes:
+        name: "output", "output 2", or the path of a variable.
+        error: ||found - expected|| / ||expected||; inf if it is not finite.
+        allowed: up to where it counts as agreement.
+    """
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What float32 computes, and how far from it half precision may be.
+
+    Weights, and what layers return, are rounded in half precision. In float32, with
+    nothing but such roundings, at random, outputs and gradients change as well: no
+    layer is to blame for that much (Monte Carlo arithmetic; Parker 1997). An error of
+    `tolerance` times as much is allowed.
+
+    Attributes:
+        expected: the quantities in float32.
+        rounding: what rounding changes of each, relative; None for what is 0, or
+            changed by more than half of itself.
+        tolerance: see above.
+    """
+
+    expected: Sequence[Quantity]
+    rounding: Sequence[float | None]
+    tolerance: float
+
+    @property
+    def undetermined(self) -> list[str]:
+        """What cannot be judged, unless it is not finite."""
+        pairs = zip(self.expected, self.rounding, strict=True)
+        return [quantity.name for quantity, rounding in pairs if rounding is None]
+
+    def errors(self, found: Sequence[Quantity]) -> list[Error]:
+        """The errors of all quantities, the worst first, by what is allowed."""
+        triples = zip(found, self.expected, self.rounding, strict=True)
+        errors = [
+            Error(
+                expected.name,
+                _error(quantity, expected),
+                # Whatever is finite will do.
+                float(np.finfo("float64").max)
+                if rounding is None
+                else self.tolerance * rounding,
+            )
+            for quantity, expected, rounding in triples
+        ]
+        return sorted(errors, key=lambda e: -e.error / e.allowed)
+
+
+def agreement(
+    model: Any,
+    batch: Any,
+    dtype: str,
+    is_half: Callable[[Any], bool],
+    tolerance: float,
+) -> Agreement:
+    """Measures what float32 computes; all layers must have that policy.
+
+    Args:
+        model: a compiled and built `keras.Model`.
+        batch: inputs, targets and sample weights.
+        dtype: the half dtype.
+        is_half: does a layer, or an operation of a graph, compute in it?
+        tolerance: see `Agreement`.
+
+    Raises:
+        ValueError: if something is not finite in float32.
+    """
+    expected = step(model, batch, 1.0)
+    for quantity in expected:
+        if not np.isfinite(quantity.values).all():
+            raise ValueError(
+                "`model` must be finite in float32. Received: a model and a batch of "
+                f"which {quantity.name} is not. keras_mp.diagnose says where that "
+                "begins."
+            )
+    change = np.full(len(expected), _ROUNDOFF[dtype])
+    for number in range(_ROUNDINGS):
+        rounding = _Rounding(_ROUNDOFF[dtype], is_half, number)
+        with rounding.of_weights(model), results_through(rounding.of_result):
+            found = step(model, batch, 1.0)
+        pairs = zip(found, expected, strict=True)
+        change = np.maximum(change, [_error(*pair) for pair in pairs])
+    return Agreement(
+        expected,
+        [
+            x if x <= _UNDETERMINED and quantity.values.any() else None
+            for x, quantity in zip(change.tolist(), expected, strict=True)
+        ],
+        tolerance,
+    )
+
+
+class _Rounding:
+    """Moves numbers as rounding does, x (1 + d) with |d| up to the roundoff."""
+
+    def __init__(
+        self, roundoff: float, is_half: Callable[[Any], bool], seed: int
+    ) -> None:
+        self._roundoff, self._is_half = roundoff, is_half
+        self._random = np.random.default_rng(seed)
+
+    def of_result(self, operation: Any, x: Any) -> Any:
+        shape = getattr(x, "shape", (None,))
+        if None in shape or not self._is_half(operation):
+            return x
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
+            return x
+        return x * ops.cast(self._factors(shape), x.dtype)
+
+    @contextlib.contextmanager
+    def of_weights(self, model: Any) -> Iterator[None]:
+        weights = [
+            variable
+            for layer in model._flatten_layers()
+            if self._is_half(layer)
+            for variable in layer._trainable_variables
+            if keras.backend.is_float_dtype(variable.dtype)
+        ]
+        before = [ops.convert_to_numpy(v) for v in weights]
+        try:
+            for variable, value in zip(weights, before, strict=True):
+                variable.assign(value * self._factors(value.shape))
+            yield
+        finally:
+            for variable, value in zip(weights, before, strict=True):
+                variable.assign(value)
+
+    def _factors(self, shape: Any) -> np.ndarray:
+        moved = self._random.uniform(-self._roundoff, self._roundoff, tuple(shape))
+        return (1 + moved).astype("float32")
+
+
+def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity]:
+    """Outputs and gradients of one batch; the model stays as it was.
+
+    Args:
+        model: a compiled and built `keras.Model`.
+        batch: inputs, targets and sample weights.
+        scale: what the loss is multiplied by before it is differentiated.
+    """
+
+    def loss_of(batch: Any, see: See) -> Any:
+        x, y, weights = batch
+        outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+        outputs = keras.tree.map_structure(lambda t: see(t)[0], outputs)
+        loss = model._compute_loss(x, y, outputs, weights, training=True)
+        return ops.cast(loss, "float32") * scale
+
+    variables = model.trainable_variables
+    state = {id(v): v for v in [*model.variables, *model.metrics_variables]}
+    try:
+        with same_draws_in_every_dtype():
+            found = differentiate(
+                loss_of,
+                keras.tree.map_structure(_tensor, batch),
+                variables,
+                list(state.values()),
+                compiled=False,  # Each choice of layers would be compiled anew.
+            )
+    finally:
+        model._clear_losses()
+    gradients = zip(variables, found.by_variable, strict=True)
+    return [
+        *_named(found.seen),
+        *(Quantity(v.path, g / scale) for v, g in gradients if g is not None),
+    ]
+
+
+def _named(outputs: Sequence[np.ndarray]) -> Iterator[Quantity]:
+    for number, values in enumerate(outputs, start=1):
+        yield Quantity("output" if number == 1 else f"output {number}", values)
+
+
+def _tensor(x: Any) -> Any:
+    return None if x is None else ops.convert_to_tensor(x)
+
+
+def _error(found: Quantity, expected: Quantity) -> float:
+    if not np.isfinite(found.values).all():
+        return float("inf")
+    wide = expected.values.astype("float64")
+    apart = float(np.linalg.norm(found.values.astype("float64") - wide))
+    size = float(np.linalg.norm(wide))
+    return apart / size if size else float(np.inf if apart else 0.0)

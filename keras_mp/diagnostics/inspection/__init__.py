@@ -1,0 +1,1 @@
+"""`inspect`: what every layer of a model computes in, and why."""

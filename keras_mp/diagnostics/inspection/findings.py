@@ -1,0 +1,196 @@
+"""What can be said against a model's precision without running it."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_mp.diagnostics.inspection.custom_code import casts_of, is_custom
+from keras_mp.diagnostics.inspection.long_sums import long_sums
+from keras_mp.diagnostics.inspection.lost_policies import lost_policies
+from keras_mp.diagnostics.inspection.widths import odd_widths
+from keras_mp.loss_scaling.models import computes_in_float16
+from keras_mp.policies.choosing import decision_for
+from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.outputs import producers
+from keras_mp.policies.policy import HALF
+from keras_mp.policies.symbolic import graph_of
+
+layers = keras.layers
+_SMALLEST_NORMAL = float(np.finfo(np.float16).smallest_normal)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something to look at.
+
+    Attributes:
+        paths: the layers that it is about.
+        sentence: what is the matter.
+        remedy: what helps.
+    """
+
+    paths: tuple[str, ...]
+    sentence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.paths[:3])
+        if len(self.paths) > 3:
+            shown += f" and {len(self.paths) - 3} more"
+        return f"{shown}: {self.sentence} {self.remedy}"
+
+
+def findings_of(
+    model: Any, computing: Sequence[Any], nodes: Sequence[Any]
+) -> tuple[Finding, ...]:
+    """All findings; the layers about which the same is to be said stand together.
+
+    Args:
+        model: the model.
+        computing: its layers that compute, graphs left out.
+        nodes: the calls that its graph consists of.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
+        found.setdefault((sentence, remedy), []).append(path)
+    return tuple(
+        Finding(tuple(paths), sentence, _filled_in(remedy, paths))
+        for (sentence, remedy), paths in found.items()
+    )
+
+
+def _all(
+    model: Any, computing: Sequence[Any], nodes: Sequence[Any]
+) -> Iterator[tuple[str, str, str]]:
+    yield from _half_outputs(model)
+    yield from _unscaled(model)
+    for layer in computing:
+        yield from _hand_casts(layer)
+        yield from _epsilons(layer)
+    yield from _optimizer_epsilon(model)
+    yield from long_sums(nodes)
+    yield from odd_widths(computing)
+    yield from lost_policies(model, computing)
+
+
+def _filled_in(remedy: str, paths: list[str]) -> str:
+    """PATHS in a remedy stands for the layers, as `float32=` takes them."""
+    patterns = [re.escape(path) for path in paths]
+    return remedy.replace("PATHS", repr(patterns))
+
+
+def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
+    # What a subclassed model returns is known only by a run.
+    graph = graph_of(model) if is_graph(model) else None
+    for tensor in graph.outputs if graph is not None else ():
+        if tensor.dtype in HALF:
+            told = (
+                f"makes an output of the model in {tensor.dtype}: what the loss sees "
+                "is rounded."
+            )
+            makers = [
+                maker
+                for maker in producers(tensor)
+                if policy_of(maker).compute_dtype in HALF
+            ]
+            for maker in makers:
+                will_be_mended = decision_for(maker) and not model.compiled
+                yield (
+                    layer_path(maker),
+                    told,
+                    "`compile` turns it to float32."
+                    if will_be_mended
+                    else 'Give the layer dtype="float32".',
+                )
+            if not makers:
+                name = tensor._keras_history.operation.name
+                yield name, told, 'Cast it to "float32".'
+
+
+def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
+    optimizer = getattr(model, "optimizer", None)
+    if (
+        isinstance(optimizer, keras.optimizers.Optimizer)
+        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and optimizer.loss_scale_factor is None
+        and computes_in_float16(model)
+    ):
+        yield (
+            layer_path(model),
+            f"it computes in float16, and its {type(optimizer).__name__} does not "
+            "scale the loss: small gradients may become 0.",
+            "Compile it with keras_mp.LossScaleOptimizer(optimizer).",
+        )
+
+
+def _hand_casts(layer: Any) -> Iterator[tuple[str, str, str]]:
+    casts = casts_of(layer)
+    computes_in = policy_of(layer).compute_dtype
+    for dtype in sorted(casts.to):
+        # To float32 and back is how a layer protects itself, and a model its output.
+        if dtype == "float32" and (casts.back or isinstance(layer, keras.Model)):
+            continue
+        if dtype != computes_in:
+            yield (
+                layer_path(layer),
+                f"`{type(layer).__name__}.call` casts to {dtype} by hand, and computes "
+                f"in {computes_in} otherwise.",
+                "Cast to self.compute_dtype, and choose that by the layer's dtype=.",
+            )
+
+
+def _epsilons(layer: Any) -> Iterator[tuple[str, str, str]]:
+    if policy_of(layer).compute_dtype != "float16":
+        return
+    for epsilon in _epsilons_in_compute_dtype(layer):
+        if told := _too_small(epsilon):
+            yield (
+                layer_path(layer),
+                f"its epsilon {told}.",
+                'Give the layer dtype="float32", or keep it there: '
+                "keras_mp.MixedFloat16(float32=PATHS).",
+            )
+
+
+def _epsilons_in_compute_dtype(layer: Any) -> list[Any]:
+    if is_custom(layer, "call"):
+        if "float32" in casts_of(layer).to:
+            return []
+        return [getattr(layer, name, None) for name in ("epsilon", "eps")]
+    # The other normalizations of Keras compute in float32, whatever their policy.
+    if isinstance(layer, layers.UnitNormalization) or (
+        isinstance(layer, layers.Dot) and layer.normalize
+    ):
+        return [1e-12]  # Keras has it as a literal.
+    if isinstance(layer, layers.Normalization):
+        return [keras.config.epsilon()]
+    return []
+
+
+def _optimizer_epsilon(model: Any) -> Iterator[tuple[str, str, str]]:
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    told = _too_small(getattr(optimizer, "epsilon", None))
+    if told and any(v.dtype == "float16" for v in model.trainable_variables):
+        yield (
+            layer_path(model),
+            f"the model has float16 weights, whose {type(optimizer).__name__} computes "
+            f"in float16: its epsilon {told}.",
+            "Keep weights in float32: a mixed policy does.",
+        )
+
+
+def _too_small(epsilon: Any) -> str:
+    if not isinstance(epsilon, float) or not 0 < epsilon < _SMALLEST_NORMAL:
+        return ""
+    held = float(np.float16(epsilon))
+    if held == 0:
+        return f"{epsilon:g} is 0 in float16"
+    return (
+        f"{epsilon:g} is {held:.3g} in float16, below its smallest normal number "
+        f"{_SMALLEST_NORMAL:.2g}: on devices that flush such numbers it is 0"
+    )

@@ -1,0 +1,18 @@
+"""Pictures of trainings and of ranges: the only folder that imports matplotlib.
+
+Figures are built without `pyplot`, so that drawing one neither opens a window nor
+changes what a notebook or a script has set up for itself.
+"""
+
+from keras_mp.display.plots.comparison import plot_comparison
+from keras_mp.display.plots.figures import save_png, svg_and_caption
+from keras_mp.display.plots.gradients import plot_gradients
+from keras_mp.display.plots.training import plot_training
+
+__all__ = [
+    "plot_comparison",
+    "plot_gradients",
+    "plot_training",
+    "save_png",
+    "svg_and_caption",
+]

@@ -1,0 +1,309 @@
+"""The seams: where keras_mp meets Keras.
+
+Each is a wrapper round one public Keras method, on the class that defines it, and holds
+no logic of its own:
+
+    Layer.__init__               some classes choose their precision
+    Layer.__call__               a layer's first call chooses its precision
+    Layer.get_config             files hold stock policies, before that call as well,
+                                 and so does the `get_config` of a model's own class
+    Layer.add_loss               losses are float32
+    Sequential.build             its inputs are float32
+    Trainer.compile              scales the optimizer, keeps the outputs in float32
+    Trainer.make_train_function  watches the train step
+    Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
+    dot_product_attention        the backend's own, safe in float16
+    add, subtract, multiply      the backend's own; gradients are summed in float32
+    arange                       the backend's own, in float16 graphs as well
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src import backend as keras_backend
+
+from keras_mp.backends import engine
+from keras_mp.backends.one_batch import ONCE
+from keras_mp.backends.repairs import arange, attention, broadcasting
+from keras_mp.backends.train_logs import any_measured
+from keras_mp.loss_scaling import stage
+from keras_mp.loss_scaling.models import (
+    losses_in_float32,
+    scale_optimizer,
+    watched_for_underflow,
+)
+from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.policies import inputs, saving, symbolic
+from keras_mp.policies.choosing import (
+    choose_by_class,
+    choose_policy,
+    first_call,
+)
+from keras_mp.policies.layers import note_call
+from keras_mp.policies.outputs import keep_outputs_in_float32
+
+
+def install() -> None:
+    """Puts the seams into Keras; does nothing where they are already."""
+    for name, owner, seam in _seams():
+        if not hasattr(vars(owner)[name], "_keras_mp_original"):
+            original = vars(owner)[name]
+            replacement = seam(original)
+            if replacement is original:
+                continue  # Nothing to mend on this backend.
+            wrapper: Any = functools.wraps(original)(replacement)
+            wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
+            setattr(owner, name, wrapper)
+
+
+def uninstall() -> None:
+    """Takes the seams out of Keras again; does nothing where there are none."""
+    for name, owner, _ in _seams():
+        marks = vars(vars(owner)[name])
+        # Another library's wrapper round ours has our marks too, copied by functools.
+        if marks.get("_keras_mp_self") is vars(owner)[name]:
+            setattr(owner, name, marks["_keras_mp_original"])
+    while _own_get_configs:
+        owner, get_config = _own_get_configs.popitem()
+        owner.get_config = get_config
+
+
+# The classes of models with a `get_config` of their own that were seen, and this.
+_own_get_configs: dict[Any, Callable] = {}
+
+
+def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
+    return [
+        ("__init__", keras.layers.Layer, _layer_init),
+        ("__call__", keras.layers.Layer, _layer_call),
+        ("get_config", keras.layers.Layer, _layer_get_config),
+        ("add_loss", keras.layers.Layer, _add_loss),
+        ("build", keras.Sequential, _sequential_build),
+        ("compile", _definer("compile"), _compile),
+        ("make_train_function", _definer("make_train_function"), _make_train_function),
+        ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
+        ("dot_product_attention", keras_backend.nn, attention.in_float16),
+        *(
+            (name, keras_backend.numpy, broadcasting.summed_in_float32)
+            for name in ("add", "subtract", "multiply")
+        ),
+        ("arange", keras_backend.numpy, arange.in_float16),
+    ]
+
+
+def _definer(name: str) -> type:
+    # Not keras.Model: Keras compares its methods with those of the class that defines
+    # them, when it loads a model.
+    return next(c for c in keras.Model.__mro__ if name in vars(c))
+
+
+def _layer_init(original: Callable) -> Callable:
+    # Without *args, which Keras would look for in the configs of subclasses.
+    def __init__(self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
+        choose_by_class(self)
+        _wrap_own_get_config(type(self))
+
+    return __init__
+
+
+def _wrap_own_get_config(layer_class: type) -> None:
+    owner = saving.own_get_config(layer_class)
+    if owner is not None and owner not in _own_get_configs:
+        _own_get_configs[owner] = vars(owner)["get_config"]
+        wrapper = saving.storing_a_map(_own_get_configs[owner])
+        setattr(owner, "get_config", wrapper)  # noqa: B010 (types know it not)
+
+
+def _layer_call(original: Callable) -> Callable:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # After a layer's first call this costs four look-ups and no call, until the
+        # user sets another policy.
+        own = self.__dict__
+        chosen = own.get("_keras_mp_chosen")
+        first = chosen is None or chosen is not own["_dtype_policy"] or not self.built
+        if not first and "_keras_mp_keeps_input_dtypes" not in own:
+            return original(self, *args, **kwargs)
+        if first:
+            note_call(self, args, kwargs)
+            choose_policy(self)
+            inputs.keep_input_dtypes(self)
+        if inputs.keeps_input_dtypes(self):
+            args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
+        if not first:
+            return original(self, *args, **kwargs)
+        with first_call(self):
+            result = original(self, *args, **kwargs)
+        self._keras_mp_chosen = self.dtype_policy
+        return result
+
+    return __call__
+
+
+def _layer_get_config(original: Callable) -> Callable:
+    def get_config(self: Any) -> Any:
+        config = original(self)
+        stock = saving.policy_in_files(self)
+        if stock is not None:
+            config["dtype"] = keras.dtype_policies.serialize(stock)
+        return config
+
+    return get_config
+
+
+def _add_loss(original: Callable) -> Callable:
+    def add_loss(self: Any, loss: Any) -> Any:
+        return original(self, losses_in_float32(loss))
+
+    return add_loss
+
+
+def _sequential_build(original: Callable) -> Callable:
+    def build(self: Any, input_shape: Any = None) -> Any:
+        inputs.put_float32_input(self, input_shape)
+        return original(self, input_shape)
+
+    return build
+
+
+def _compile(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            call = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            return original(self, *args, **kwargs)  # Keras' own words for it.
+        call.apply_defaults()
+        automatic = call.arguments["auto_scale_loss"]
+        # Keras decides by the policy's name whether to wrap; we by the layers.
+        call.arguments["auto_scale_loss"] = False
+        result = original(*call.args, **call.kwargs)
+        if not automatic:
+            # Keras forgets it, and would wrap the optimizer of the reopened model.
+            self._compile_config.config["auto_scale_loss"] = False
+        if changed := keep_outputs_in_float32(self):
+            symbolic.refresh(self, changed)
+        scale_optimizer(self)
+        return result
+
+    return compile
+
+
+def _make_train_function(original: Callable) -> Callable:
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        # Layers that a subclassed model builds at its first call are known only now.
+        scale_optimizer(self)
+        vars(self).pop(ONCE, None)  # Left by a `fit` that an exception has ended.
+        before = self.train_function
+        wrap = functools.partial(_train_step, self)
+        engine.make_train_function(self, original, force, wrap)
+        if self.train_function is not before:
+            _watch_skips(self)
+
+    return make_train_function
+
+
+def _train_step(model: Any, original: Callable) -> Callable:
+    # A `train_step` of the user's may call the model with anything.
+    keras_own = (
+        getattr(original, "__func__", None)
+        is vars(_definer("train_step"))["train_step"]
+    )
+
+    built = False
+
+    @functools.wraps(original)
+    def train_step(*args: Any) -> Any:
+        nonlocal built
+        # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
+        # built, nobody looks again.
+        built = built or all(layer.built for layer in model._flatten_layers())
+        if not built and keras_own:
+            engine.build(model, *args)
+            scale_optimizer(model)
+        step = original
+        if isinstance(model.optimizer, LossScaleOptimizer):
+            model.optimizer.underflow_watch.watch(watched_for_underflow(model))
+            step = engine.undo_skipped(model, model.optimizer, original)
+        with stage.train_step():
+            result = step(*args)
+        if not built and not keras_own:
+            # What the step has built is known now, and TensorFlow traces it again.
+            scale_optimizer(model)
+        return result
+
+    return train_step
+
+
+def _get_metrics_result(original: Callable) -> Callable:
+    def get_metrics_result(self: Any) -> Any:
+        results = original(self)
+        in_a_step = engine.is_tracing() or stage.in_train_step()
+        return results if in_a_step else _measured(self, results)
+
+    return get_metrics_result
+
+
+def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
+    """What metrics say, unless only skipped steps went by since they were reset.
+
+    They say 0 then, the best loss that a ModelCheckpoint ever sees. Without results
+    Keras takes the logs of the last step, which are its own.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    only_skips = (
+        isinstance(optimizer, LossScaleOptimizer)
+        and not optimizer.last_step_finite
+        and not any_measured(model.metrics_variables)
+    )
+    return {} if only_skips else results
+
+
+def _watch_skips(model: Any) -> None:
+    """Lets `fit` tell of a run that skips and skips, and stop it.
+
+    Looks once in a number of steps, so that no step waits for the device, and before a
+    step: after one, JAX has given the state away that `fit` goes back to.
+    """
+    train_function = model.train_function
+    calls = 0
+
+    @functools.wraps(train_function)
+    def watched(*args: Any) -> Any:
+        nonlocal calls
+        # Read anew: the first step may have wrapped it.
+        optimizer = model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            if calls >= optimizer.skip_watch.interval:
+                calls = 0  # After an error as well: `fit` may go on with better data.
+                optimizer.raise_if_diverged(engine.optimizer_values(args))
+            calls += 1
+        call = vars(model).pop(ONCE, None)
+        return call(train_function, args) if call else train_function(*args)
+
+    model.train_function = watched
+
+
+@contextlib.contextmanager
+def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -> Any:
+    """Lets `make(operation, call, args, kwargs)` make the calls of layers meanwhile.
+
+    And those of the operations of a graph. `Operation.__call__` is what a layer's own
+    call ends in, after the casts of its inputs.
+    """
+    original = vars(keras.Operation)["__call__"]
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(self, functools.partial(original, self), args, kwargs)
+
+    keras.Operation.__call__ = __call__
+    try:
+        yield
+    finally:
+        keras.Operation.__call__ = original

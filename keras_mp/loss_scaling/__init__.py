@@ -1,0 +1,1 @@
+"""Loss scaling: its rule, its state, and the optimizer that applies it."""

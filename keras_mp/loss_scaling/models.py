@@ -1,0 +1,97 @@
+"""Whether a model needs loss scaling, and its coming and going."""
+
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.utils.tracking import no_automatic_dependency_tracking
+
+from keras_mp.backends import engine
+from keras_mp.backends.train_logs import MONITORED, UNDERFLOW
+from keras_mp.loss_scaling import summary
+from keras_mp.loss_scaling.inner_optimizer import wrapper_of
+from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.policies.layers import is_graph
+from keras_mp.policies.policy import HALF
+
+
+def computes_in_float16(model: Any) -> bool:
+    """Does any layer of the model compute in float16?
+
+    Decided by the layers, never by a policy's name. The shell of a Functional or
+    Sequential model computes nothing; a subclassed model may.
+    """
+    return any(
+        layer.compute_dtype == "float16"
+        for layer in model._flatten_layers()
+        if not (is_graph(layer) or isinstance(layer, keras.layers.InputLayer))
+    )
+
+
+def watched_for_underflow(model: Any) -> list[Any]:
+    """The variables of float16 layers, if a monitor asks for underflowing gradients."""
+    if vars(model).get(MONITORED) != UNDERFLOW:
+        return []
+    layers = [x for x in model._flatten_layers() if x.compute_dtype == "float16"]
+    return [v for layer in layers for v in layer._trainable_variables]
+
+
+def losses_in_float32(losses: Any) -> Any:
+    """The losses that a layer adds, as the sum that a train step makes needs them.
+
+    TensorFlow adds no float16 to a float32.
+    """
+
+    def cast(loss: Any) -> Any:
+        is_half = getattr(loss, "dtype", None) is not None and (
+            keras.backend.standardize_dtype(loss.dtype) in HALF
+        )
+        return ops.cast(loss, "float32") if is_half else loss
+
+    return keras.tree.map_structure(cast, losses)
+
+
+def scale_optimizer(model: Any) -> None:
+    """Wraps the model's optimizer if the model needs it and nothing scales it yet."""
+    optimizer = model.optimizer
+    if _needs_scaling(model, optimizer):
+        # Compiled with the same optimizer again, a model keeps scale and moments.
+        with engine.optimizer_scope(model):
+            optimizer = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
+            if model.optimizer.built and not optimizer.built:
+                optimizer.build(model.trainable_variables)
+        _set_optimizer(model, optimizer)
+    summary.note(model.optimizer)
+
+
+def rescale_optimizer(model: Any) -> None:
+    """Lets loss scaling come or go with a compiled model's float16 layers.
+
+    The inner optimizer stays, with all that it remembers, and the wrapper comes back
+    with it.
+    """
+    optimizer = model.optimizer
+    if isinstance(optimizer, LossScaleOptimizer) and not computes_in_float16(model):
+        _set_optimizer(model, optimizer.inner_optimizer, wrapper=optimizer)
+        # Files say what `compile` was given.
+        config = model._compile_config.config
+        if config["optimizer"] is optimizer:
+            config["optimizer"] = optimizer.inner_optimizer
+    scale_optimizer(model)
+
+
+def _needs_scaling(model: Any, optimizer: Any) -> bool:
+    return (
+        isinstance(optimizer, keras.optimizers.Optimizer)
+        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and optimizer.loss_scale_factor is None
+        and model._compile_config.config.get("auto_scale_loss", True)
+        and computes_in_float16(model)
+    )
+
+
+@no_automatic_dependency_tracking
+def _set_optimizer(model: Any, optimizer: Any, wrapper: Any = None) -> None:
+    # As in Keras' compile: without TensorFlow's attribute tracking.
+    model.optimizer = optimizer
+    model._keras_mp_wrapper = wrapper  # `wrapper_of` alone does not keep it alive.

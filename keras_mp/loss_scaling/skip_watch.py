@@ -1,0 +1,91 @@
+"""Tells the user of skipped steps that no loss scale can mend, and ends a training.
+
+Looking reads the device, which waits for the steps under way: so not at every step.
+"""
+
+import warnings
+from typing import Any
+
+from keras import ops
+
+from keras_mp.errors import TrainingDivergedError
+from keras_mp.loss_scaling.nonfinite import named, newest
+from keras_mp.loss_scaling.rule import LossScaleState, check_whole_number
+
+
+class SkipWatch:
+    """What was said of one optimizer's skipped steps so far.
+
+    Args:
+        max_consecutive_skips: skipped steps in a row after which to raise, or None.
+
+    Attributes:
+        state_before_skip: on torch, the values of the state before the first skipped
+            step. Whoever waits for the next sets it to None.
+    """
+
+    def __init__(self, max_consecutive_skips: int | None) -> None:
+        if max_consecutive_skips is not None:
+            check_whole_number("max_consecutive_skips", max_consecutive_skips)
+        self.max_consecutive_skips = max_consecutive_skips
+        # `fit` looks once in so many steps: a row of twice as many never goes unseen.
+        self.interval = min(max_consecutive_skips or 100, 100)
+        self._warned = False
+        self.state_before_skip: list[Any] | None = None
+        self.resume(skipped_steps=0, broken_steps=0)
+
+    def resume(self, skipped_steps: int, broken_steps: int) -> None:
+        """Takes these counts, of a checkpoint, for told already."""
+        self._reported_skips = skipped_steps
+        self._told_broken_steps = broken_steps
+
+    def look(
+        self, state: LossScaleState, iterations: Any, counts: Any, variables: Any
+    ) -> None:
+        """Warns once of broken steps; raises after too many skips in a row.
+
+        Args:
+            state: the state of the loss scale, readable scalars.
+            iterations: how many steps were applied.
+            counts: the counts of `keras_mp.loss_scaling.nonfinite`.
+            variables: the variables that they count for.
+
+        Raises:
+            TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those
+                that were reported are not held against a training that goes on.
+        """
+        # Of a variable with a value on each of TensorFlow's replicas, one value.
+        state = LossScaleState(*(ops.copy(value) for value in state))
+        skips, total = int(state.consecutive_skips), int(state.skipped_steps)
+        steps = int(ops.copy(iterations)) + total
+        where = (
+            f"at step {steps} (loss scale {float(state.scale):g}; "
+            "variables whose gradients were not finite last: "
+        )
+        if (
+            self.max_consecutive_skips is not None
+            and min(skips, total - self._reported_skips) >= self.max_consecutive_skips
+        ):
+            self._reported_skips, self._warned = total, True
+            raise TrainingDivergedError(
+                f"{skips} steps in a row had gradients that are not finite, "
+                f"{where}{named(newest(counts, variables))}), and "
+                f"max_consecutive_skips={self.max_consecutive_skips}. {_REMEDY}"
+            )
+        if int(state.broken_steps) > self._told_broken_steps and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{int(state.broken_steps)} of {total} skipped steps were broken "
+                "whatever the loss scale: the loss itself was not finite, or gradients "
+                f"at a scale that goes no lower. Seen {where}"
+                f"{named(newest(counts, variables))}). The scale was not lowered "
+                f"for them. {_REMEDY}",
+                stacklevel=2,
+            )
+
+
+_REMEDY = (
+    "Look for inputs or targets that are not finite, lower the learning rate, clip "
+    "gradients, or keep more layers in float32; `optimizer.nonfinite_report()` lists "
+    "all variables."
+)

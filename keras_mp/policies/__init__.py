@@ -1,0 +1,1 @@
+"""What each layer computes in, and why."""

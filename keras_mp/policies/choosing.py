@@ -1,0 +1,157 @@
+"""How a layer comes by its policy.
+
+A Keras policy never sees the layer it is for. A policy of ours does: it chooses a stock
+Keras policy for the layer, which is what the layer keeps, saves and shows:
+
+    the layer is created     choose_by_class: rules about classes
+    its first call           choose_policy: all other rules; the layer's children follow
+    compile                  keep_output_in_float32
+
+The decision and the rule behind it are stored on the layer.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_mp.policies.layers import (
+    children_of,
+    copies_children,
+    has_default_policy,
+    has_map,
+    is_graph,
+    layer_path,
+    parts_of,
+    policy_of,
+)
+from keras_mp.policies.policy import (
+    FLOAT32,
+    OPAQUE,
+    Decision,
+    MixedPolicy,
+    chooser_of,
+)
+from keras_mp.policies.rules import OUTPUT, STORED
+
+# Before the path of a layer in a file's map: it is in float32 with all its parts.
+IN_FILES = "keras_mp/"
+
+
+def decision_for(layer: Any) -> Decision | None:
+    """The decision for `layer`; None if there is none, or the user has overruled it."""
+    decision = getattr(layer, "_keras_mp_decision", None)
+    if decision is not None and decision.policy is policy_of(layer):
+        return decision
+    return None
+
+
+def choose_by_class(layer: Any) -> None:
+    """Keeps a new layer in float32 if a rule about its class says so.
+
+    Some layers use their policy before their first call: to adapt to data.
+    """
+    # A layer whose `__init__` has not called Keras' has no policy yet.
+    chooser = chooser_of(getattr(layer, "_dtype_policy", None))
+    if chooser is not None:
+        for rule in chooser.rules:
+            if isinstance(rule.applies, tuple) and rule.matches(layer):
+                _set(layer, Decision(keras.DTypePolicy("float32"), rule, chooser))
+                return
+
+
+def choose_policy(layer: Any) -> None:
+    """Lets a policy of ours choose the layer's own, before its first call."""
+    if has_map(layer):
+        _choose_by_map(layer)
+    decision = decision_for(layer)
+    chooser = decision.chooser if decision else None
+    chooser = chooser or chooser_of(policy_of(layer))
+    if decision is None:
+        if chooser is None:
+            return
+        decision = chooser.decide(layer)
+        if decision.rule is None and policy_of(layer) is not layer.dtype_policy:
+            # The map's other entries are for the parts of this layer: it keeps the map.
+            layer._keras_mp_decision = Decision(policy_of(layer), None)
+            return
+    _carry_out(layer, decision)
+    # The layers of a graph have been called, and their dtypes are in it.
+    has_own = isinstance(layer, OPAQUE) or is_graph(layer)
+    if not decision.includes_children and chooser and not has_own:
+        _pass_on(layer, chooser)
+    for part in parts_of(layer):
+        choose_policy(part)  # It may have no first call of its own.
+
+
+def _choose_by_map(layer: Any) -> None:
+    path = layer_path(layer)
+    if IN_FILES + path in layer.dtype_policy:
+        # The map has no entries for the parts of this layer that have no path.
+        for part in filter(has_map, layer._flatten_layers()):
+            vars(part)["_dtype_policy"] = FLOAT32
+            _set(part, Decision(FLOAT32, STORED))
+    elif not layer.path:
+        # Keras sets the path after it has cast the inputs, and for some layers never.
+        vars(layer)["_path"] = path
+
+
+@contextlib.contextmanager
+def first_call(layer: Any) -> Iterator[None]:
+    """Gives the layers that `layer` creates in its first call the policy of `layer`."""
+    decision = decision_for(layer)
+    if decision is None or layer.built:
+        yield
+        return
+    before = keras.config.dtype_policy()
+    chooser = decision.chooser or chooser_of(decision.policy)
+    policy = decision.policy if decision.includes_children else chooser
+    keras.config.set_dtype_policy(policy or before)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def keep_output_in_float32(layer: Any) -> bool:
+    """Turns an output layer to float32, unless the user chose its policy."""
+    choose_policy(layer)
+    decision = decision_for(layer)
+    if decision is None or decision.includes_children:
+        return False
+    _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT))
+    return True
+
+
+def _carry_out(layer: Any, decision: Decision) -> None:
+    before = policy_of(layer)
+    _set(layer, decision)
+    if not (decision.includes_children or isinstance(layer, OPAQUE)):
+        return
+    # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
+    for child in layer._flatten_layers(include_self=False):
+        policy = policy_of(child)
+        if (
+            policy is before
+            or chooser_of(policy)
+            or decision_for(child)
+            or has_default_policy(child, copies_children(layer))
+        ):
+            _set(child, decision)
+
+
+def _pass_on(layer: Any, chooser: MixedPolicy, copied: bool = False) -> None:
+    """Gives the policy of a layer to the layers that it holds, which Keras does not."""
+    if chooser is keras.config.dtype_policy():
+        return  # They have it.
+    copied = copied or copies_children(layer)
+    for child in children_of(layer):
+        if has_default_policy(child, copied):
+            child.dtype_policy = chooser
+            _pass_on(child, chooser, copied)
+
+
+def _set(layer: Any, decision: Decision) -> None:
+    layer.dtype_policy = decision.policy
+    layer._keras_mp_decision = decision

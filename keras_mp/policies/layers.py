@@ -1,0 +1,118 @@
+"""What can be asked of any layer: its parts, path, activation, input and policy."""
+
+import functools
+from typing import Any
+
+import keras
+from keras.src.backend.common.name_scope import current_path
+from keras.src.models.functional import Functional
+
+layers = keras.layers
+
+
+def is_graph(layer: Any) -> bool:
+    """Is the layer a Sequential or Functional model, which computes nothing itself?"""
+    return isinstance(layer, (keras.Sequential, Functional))
+
+
+def children_of(layer: Any) -> list[Any]:
+    """The layers that a layer holds, not those that they hold in turn."""
+    children = layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in children if not isinstance(child, layers.InputLayer)]
+
+
+def parts_of(layer: Any) -> list[Any]:
+    """The layers inside which a wrapper computes: the two of one precision."""
+    if isinstance(layer, layers.Wrapper):
+        parts = [layer.layer]
+    elif isinstance(layer, layers.Bidirectional):
+        parts = [layer.forward_layer, layer.backward_layer]
+    elif isinstance(layer, layers.RNN):
+        parts = [layer.cell]
+    elif isinstance(layer, layers.StackedRNNCells):
+        parts = list(layer.cells)
+    else:
+        parts = []
+    # A cell of the user's own need not be a layer.
+    return [part for part in parts if isinstance(part, layers.Layer)]
+
+
+def layer_path(layer: Any) -> str:
+    """The path of a layer: for those to which Keras gives none that of its first call.
+
+    During the first call Keras has none yet, and to what is built when it is created
+    (Dropout, Activation) it never gives one.
+    """
+    if layer.path:
+        return layer.path
+    if noted := vars(layer).get("_keras_mp_path"):
+        return noted
+    scope = current_path()
+    return f"{scope}/{layer.name}" if scope else layer.name
+
+
+def activation_of(layer: Any) -> str:
+    """The name of a layer's activation function; empty if it has none."""
+    activation = getattr(layer, "activation", None)
+    while isinstance(activation, functools.partial):
+        activation = activation.func
+    if isinstance(activation, layers.Softmax):
+        return "softmax"
+    if isinstance(activation, layers.Layer):
+        return activation_of(activation)
+    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
+    return getattr(activation, "__name__", "").removesuffix("_v2")
+
+
+def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Remembers where and with what a layer was first called, for those who ask."""
+    vars(layer).setdefault("_keras_mp_path", layer_path(layer))
+    first = _symbolic(args[0]) if args else None
+    if isinstance(first, keras.KerasTensor):
+        vars(layer)["_keras_mp_input_shape"] = first.shape
+    if isinstance(layer, keras.Model) and not is_graph(layer):
+        call = keras.tree.map_structure(_symbolic, (args, kwargs))
+        vars(layer)["_keras_mp_called_with"] = call
+
+
+def called_with(model: Any) -> tuple[tuple, dict[str, Any]] | None:
+    """What a subclassed model was first called with, its arrays as symbolic tensors."""
+    return vars(model).get("_keras_mp_called_with")
+
+
+def _symbolic(argument: Any) -> Any:
+    try:
+        dtype = keras.backend.standardize_dtype(argument.dtype)
+        return keras.KerasTensor(tuple(argument.shape), dtype)
+    except (AttributeError, TypeError, ValueError):
+        return argument  # No array, or a tensor of unknown rank.
+
+
+def input_shape(layer: Any) -> tuple[int | None, ...]:
+    """The shape of a layer's first input; empty while it is not known."""
+    return vars(layer).get("_keras_mp_input_shape", ())
+
+
+def policy_of(layer: Any) -> Any:
+    """The policy that a layer computes under: of a map, what stands at its path."""
+    policy: Any = getattr(layer, "dtype_policy", None)
+    return policy[layer_path(layer)] if has_map(layer) else policy
+
+
+def has_map(layer: Any) -> bool:
+    policy = getattr(layer, "dtype_policy", None)
+    return isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+
+
+def has_default_policy(child: Any, copied: bool) -> bool:
+    """Does a layer that another one holds have the global policy, chosen by nobody?
+
+    `copied`: its policy is a copy, equal to the global one and not the same object.
+    """
+    policy, default = child.dtype_policy, keras.config.dtype_policy()
+    return policy == default if copied else policy is default
+
+
+def copies_children(layer: Any) -> bool:
+    """Does a layer make copies, from their configs, of the layers that it is given?"""
+    return isinstance(layer, keras.layers.Bidirectional)

@@ -1,0 +1,191 @@
+"""The policies: `MixedFloat16`, `MixedBFloat16`, and what they decide for a layer."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_mp.policies.hardware import recommended_policy
+from keras_mp.policies.layers import (
+    copies_children,
+    has_default_policy,
+    parts_of,
+    policy_of,
+)
+from keras_mp.policies.rule import Rule, RuleTable, user_rule
+from keras_mp.policies.rules import WRAPPED, rules_with
+
+# Layers whose inner softmax belongs to a product of their own: their children take
+# the layer's policy as it stands.
+OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+FLOAT32 = keras.DTypePolicy("float32")
+HALF = ("float16", "bfloat16")
+
+
+class _ChosenName(str):
+    """The name of a stock policy that remembers which policy of ours chose it.
+
+    A layer's policy reaches its children (`dtype=self.dtype_policy`) and its clones,
+    for which Keras makes a new policy of the name alone. In files it is a plain name.
+    """
+
+    chooser: "MixedPolicy"
+
+
+class MixedPolicy(keras.DTypePolicy):
+    """A mixed policy that keeps in float32 what the rules say; see the subclasses."""
+
+    _policy_name: str
+
+    def __init__(self, float32: Iterable[Any] = (), name: str | None = None) -> None:
+        if name not in (None, self._policy_name):
+            raise ValueError(
+                f"`name` must be {self._policy_name!r}. Received: name={name!r}."
+            )
+        if isinstance(float32, (str, type)) or not isinstance(float32, Iterable):
+            raise TypeError(
+                "`float32` must be a list or tuple. Received: "
+                f"float32={float32!r}. Write float32=[{float32!r}]."
+            )
+        chosen = _ChosenName(self._policy_name)
+        chosen.chooser = self
+        super().__init__(chosen)
+        self.float32 = tuple(float32)
+        self._users_rules = tuple(user_rule(p) for p in self.float32)
+
+    @property
+    def rules(self) -> RuleTable:
+        """What stays in float32 under this policy, and why; prints as a table."""
+        return rules_with(self._users_rules)
+
+    def for_layer(self, layer: Any) -> keras.DTypePolicy:
+        """Returns the stock Keras policy that `layer` computes under."""
+        return self.decide(layer)[0]
+
+    def decide(self, layer: Any) -> "Decision":
+        """Returns `for_layer`'s policy with the rule that chose it, None for half."""
+        rule = self._rule_for(layer)
+        if rule is not None:
+            return Decision(keras.DTypePolicy("float32"), rule, self)
+        if isinstance(layer, OPAQUE):
+            return Decision(keras.DTypePolicy(self._policy_name), None)
+        return Decision(keras.DTypePolicy(self.name), None)
+
+    def _rule_for(self, layer: Any, copied: bool = False) -> Rule | None:
+        for rule in self.rules:
+            if rule.matches(layer):
+                return rule
+        # A wrapper computes in the precision of what it wraps: some call its `call`.
+        copied = copied or copies_children(layer)
+        for part in parts_of(layer):
+            if policy_of(part) == FLOAT32 and not has_default_policy(part, copied):
+                return WRAPPED
+            if of_part := self._rule_for(part, copied):
+                return of_part
+        return None
+
+    def get_config(self) -> dict[str, Any]:
+        return {"name": str(self.name)}
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, type(self)) and super().__eq__(other)
+        return bool(same) and self.float32 == other.float32  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        kept = f"float32={list(self.float32)!r}" if self.float32 else ""
+        return f"{type(self).__name__}({kept})"
+
+
+@keras.saving.register_keras_serializable(package="keras_mp")
+class MixedFloat16(MixedPolicy):
+    """Computes in float16 and keeps variables, softmax and `float32` in float32.
+
+    Usable as the global policy and as any layer's `dtype=`. A layer of a model saved
+    under it holds the stock Keras policies "mixed_float16" or "float32".
+
+    Args:
+        float32: further layers that stay in float32: layer classes, regular
+            expressions that the whole path of a layer must match (`re.fullmatch`), or
+            predicates layer -> bool.
+
+    Raises:
+        TypeError, ValueError: for an entry of `float32` that is none of these.
+
+    Example:
+
+    ```python
+    keras_mp.set_global_policy(keras_mp.MixedFloat16(float32=["decoder/.*"]))
+    ```
+    """
+
+    _policy_name = "mixed_float16"
+
+
+@keras.saving.register_keras_serializable(package="keras_mp")
+class MixedBFloat16(MixedPolicy):
+    """Computes in bfloat16 and keeps variables, softmax and `float32` in float32.
+
+    Arguments and errors as in `MixedFloat16`. bfloat16 has float32's range and needs no
+    loss scaling.
+    """
+
+    _policy_name = "mixed_bfloat16"
+
+
+class Decision(NamedTuple):
+    """What was decided for a layer.
+
+    Attributes:
+        policy: the stock policy.
+        rule: why it is float32; None for half precision.
+        chooser: the policy of ours that decided by a rule.
+    """
+
+    policy: keras.DTypePolicy
+    rule: Rule | None
+    chooser: MixedPolicy | None = None
+
+    @property
+    def includes_children(self) -> bool:
+        """Does it keep in float32 what the layer holds, too?"""
+        return self.rule is not None and not self.rule.alone
+
+
+def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
+    """Returns the policy object for a name.
+
+    Args:
+        name: "mixed_float16" and "mixed_bfloat16" give `MixedFloat16` and
+            `MixedBFloat16`, "auto" the recommended one; "float32" and the other names
+            of float dtypes, and policy objects, what they are in Keras.
+
+    Raises:
+        ValueError: for a name that is no policy.
+    """
+    if isinstance(name, keras.DTypePolicy):
+        return name
+    if name == "auto":
+        name = recommended_policy().name
+    for policy in (MixedFloat16, MixedBFloat16):
+        if name == policy._policy_name:
+            return policy()
+    # Names of integer dtypes are policies to Keras, but nothing trains in them.
+    if isinstance(name, str) and "float" in name:
+        try:
+            return keras.dtype_policies.get(name)
+        except ValueError:
+            pass  # Said below, with the names that are known.
+    raise ValueError(
+        "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'auto', the "
+        f"name of a float dtype, or a DTypePolicy. Received: policy={name!r}."
+    )
+
+
+def chooser_of(policy: Any) -> MixedPolicy | None:
+    """The policy of ours that `policy` is, or that chose it; None if the user did."""
+    return getattr(getattr(policy, "name", None), "chooser", None)
+
+
+def is_half(policy: Any) -> bool:
+    """Does a policy compute in half precision with its variables in float32?"""
+    return policy.variable_dtype == "float32" and policy.compute_dtype in HALF

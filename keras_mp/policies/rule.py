@@ -1,0 +1,103 @@
+"""A rule: a predicate on a layer, with a reason and its source."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_mp.display.tables import Table
+from keras_mp.policies.layers import layer_path
+
+BACKENDS = ("jax", "tensorflow", "torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Why a layer computes in float32.
+
+    Attributes:
+        name: what the rule is called in tables.
+        applies: layer -> bool, or a tuple of layer classes. Classes are known when a
+            layer is created; all else is asked at its first call.
+        reason: one sentence.
+        source: where the reason comes from.
+        backends: the Keras backends on which it holds.
+        alone: it is about the layer itself, and not about the layers that it holds.
+    """
+
+    name: str
+    applies: Callable[[Any], bool] | tuple[type, ...]
+    reason: str
+    source: str
+    backends: tuple[str, ...] = BACKENDS
+    alone: bool = False
+
+    def matches(self, layer: Any) -> bool:
+        """Does the rule keep this layer in float32, on the backend in use?"""
+        if keras.backend.backend() not in self.backends:
+            return False
+        if isinstance(self.applies, tuple):
+            return isinstance(layer, self.applies)
+        return bool(self.applies(layer))
+
+
+class RuleTable(tuple[Rule, ...]):
+    """Rules in the order in which they are asked; prints as a table."""
+
+    def table(self) -> Table:
+        rows = [
+            (
+                rule.name,
+                "all" if rule.backends == BACKENDS else ", ".join(rule.backends),
+                rule.reason,
+                rule.source,
+            )
+            for rule in self
+        ]
+        return Table(("stays in float32", "on", "because", "source"), rows)
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def user_rule(pattern: Any) -> Rule:
+    """The rule for one entry of a policy's `float32=[...]`.
+
+    Args:
+        pattern: a layer class, a regular expression that the whole path of a layer
+            must match, a predicate layer -> bool, or a `Rule`.
+
+    Raises:
+        ValueError: for a regular expression that does not compile.
+        TypeError: for anything else.
+    """
+    if isinstance(pattern, Rule):
+        return pattern
+    if isinstance(pattern, type) and issubclass(pattern, keras.layers.Layer):
+        return _users(pattern.__name__, (pattern,))
+    if isinstance(pattern, str):
+        try:
+            expression = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                "`float32` must hold valid regular expressions. Received: "
+                f"float32=[{pattern!r}], which is not: {error}."
+            ) from error
+        return _users(
+            pattern, lambda layer: bool(expression.fullmatch(layer_path(layer)))
+        )
+    if callable(pattern) and not isinstance(pattern, (type, keras.layers.Layer)):
+        return _users(getattr(pattern, "__name__", repr(pattern)), pattern)
+    raise TypeError(
+        "`float32` must hold layer classes, regular expressions of layer paths, "
+        f"predicates layer -> bool, or rules. Received: float32=[{pattern!r}]."
+    )
+
+
+def _users(name: str, applies: Any) -> Rule:
+    return Rule(name, applies, "asked for by `float32=`", "the user")

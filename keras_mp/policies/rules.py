@@ -1,0 +1,251 @@
+"""Which layers stay in float32, and why.
+
+The first rule that matches decides; a layer that none matches computes in half
+precision. `print(RULES)` shows them as a table; `sweeps/README.md` has the measurements
+that they stand on.
+"""
+
+import math
+from typing import Any
+
+import keras
+
+from keras_mp.policies.layers import activation_of, input_shape
+from keras_mp.policies.rule import Rule, RuleTable
+
+layers = keras.layers
+
+SOFTMAX_NAMES = {"softmax", "log_softmax", "sparsemax"}
+# Above it float16 no longer holds every whole number.
+LARGEST_COUNT = 2048
+# The bfloat16 sum of so many equal numbers is right, and of 256 no longer grows.
+WIDE = 128
+
+
+def is_softmax(layer: Any) -> bool:
+    """Does the layer return probabilities or log-probabilities of a softmax?"""
+    return isinstance(layer, layers.Softmax) or activation_of(layer) in SOFTMAX_NAMES
+
+
+def _raw_data_classes() -> tuple[type, ...]:
+    exported = [c for c in vars(layers).values() if isinstance(c, type)]
+    bases = {base for c in exported for base in c.__mro__}
+    return tuple(
+        base
+        for base in bases
+        if base.__module__.startswith("keras.src.layers.preprocessing")
+    )
+
+
+def is_wide_average(layer: Any) -> bool:
+    """Does the layer average windows so wide that sums in half precision are off?"""
+    pooling = (layers.AveragePooling1D, layers.AveragePooling2D)
+    return isinstance(layer, pooling) and math.prod(layer.pool_size) > WIDE
+
+
+def _runs_long(layer: Any) -> bool:
+    cell = getattr(layer, "cell", None)
+    cells = getattr(cell, "cells", [cell])
+    steps = input_shape(layer)[1:2] or (None,)
+    return (
+        isinstance(layer, layers.RNN)
+        and any(isinstance(cell, layers.LSTMCell) for cell in cells)
+        and (steps[0] or 0) > LARGEST_COUNT
+    )
+
+
+def _is_non_max_suppression(layer: Any) -> bool:
+    # By name: to import KerasHub for it is out of the question.
+    kind = type(layer)
+    return (kind.__module__.split(".")[0], kind.__name__) == (
+        "keras_hub",
+        "NonMaxSuppression",
+    )
+
+
+_MEASURED = "sweeps/README.md"
+SOFTMAX = Rule(
+    "softmax",
+    is_softmax,
+    "probabilities below 6e-8 vanish in float16, and with them the loss and gradient",
+    "TensorFlow's mixed precision guide, 'Building the model'",
+)
+OUTPUT = Rule(
+    "output layer",
+    lambda layer: False,  # Decided by `compile`, which knows the model's outputs.
+    "what the loss sees is not rounded",
+    "TensorFlow's mixed precision guide, 'Building the model'",
+)
+WRAPPED = Rule(
+    "what it wraps",
+    lambda layer: False,  # Decided where the policies of both are known.
+    "a wrapper computes in the precision of the layer that it wraps",
+    "Keras: TimeDistributed calls the layer's `call` itself",
+)
+STORED = Rule(
+    "its file",
+    lambda layer: False,  # Decided where the file is read.
+    "it was in float32 when its model was saved",
+    "keras_mp/model_files.py",
+)
+RULES = RuleTable(
+    (
+        SOFTMAX,
+        OUTPUT,
+        WRAPPED,
+        Rule(
+            "preprocessing",
+            _raw_data_classes(),
+            "it sees data as they came, which half precision rounds or cannot hold",
+            _MEASURED,
+        ),
+        Rule(
+            "Masking",
+            lambda layer: isinstance(layer, layers.Masking) and layer.mask_value != 0,
+            "half precision rounds what is compared with the mask value",
+            _MEASURED,
+            ("tensorflow",),
+        ),
+        Rule(
+            "activity_regularizer",
+            lambda layer: getattr(layer, "activity_regularizer", None) is not None,
+            "its sum over all activations passes 65504",
+            _MEASURED,
+        ),
+        Rule(
+            "UnitNormalization, Dot(normalize=True)",
+            lambda layer: (
+                isinstance(layer, layers.UnitNormalization)
+                or (isinstance(layer, layers.Dot) and layer.normalize)
+            ),
+            "sums of squares pass 65504 or vanish",
+            _MEASURED,
+        ),
+        Rule(
+            "squareplus",
+            lambda layer: activation_of(layer) == "squareplus",
+            "the square of 256 passes 65504",
+            _MEASURED,
+        ),
+        Rule(
+            "SpectralNormalization",
+            (layers.SpectralNormalization,),
+            "it writes its weights anew in each step: rounded, and on torch not at all",
+            "Keras: its call assigns the kernel that it has normalized",
+            alone=True,
+        ),
+        Rule(
+            "averages",
+            (
+                layers.GlobalAveragePooling1D,
+                layers.Average,
+                layers.AveragePooling3D,
+                layers.AdaptiveAveragePooling1D,
+                layers.AdaptiveAveragePooling2D,
+                layers.AdaptiveAveragePooling3D,
+            ),
+            "the sum, and the count of a mask, pass 65504 where the average does not",
+            _MEASURED,
+        ),
+        Rule(
+            "Attention, AdditiveAttention",
+            (layers.Attention,),  # And its subclass.
+            "unscaled products pass 65504, and on torch masked rows become nan",
+            _MEASURED,
+        ),
+        Rule(
+            "long LSTM",
+            _runs_long,
+            f"beyond {LARGEST_COUNT} a cell state no longer grows by steps of 1",
+            _MEASURED,
+        ),
+        Rule(
+            "wide average pooling",
+            is_wide_average,
+            f"sums of more than {WIDE} values pass 65504 or stall, on CPUs at least",
+            _MEASURED,
+            ("jax", "tensorflow"),
+        ),
+        Rule(
+            "interpolated UpSampling2D",
+            lambda layer: (
+                isinstance(layer, layers.UpSampling2D)
+                and layer.interpolation != "nearest"
+            ),
+            "bicubic and Lanczos have no gradient in half, bilinear may fail under XLA",
+            _MEASURED,
+            ("tensorflow",),
+        ),
+        Rule(
+            "3-D max pooling",
+            (layers.MaxPooling3D, layers.AdaptiveMaxPooling3D),
+            "there is no float16 kernel for CPUs",
+            _MEASURED,
+            ("tensorflow",),
+        ),
+        Rule(
+            "ConvLSTM3D",
+            (layers.ConvLSTM3D,),
+            "its bfloat16 gradient is garbage on CPUs",
+            _MEASURED,
+            ("tensorflow", "torch"),
+        ),
+        Rule(
+            "NonMaxSuppression",
+            _is_non_max_suppression,
+            "areas of decoded boxes pass 65504, and scores are rounded",
+            "KerasHub 0.32, predictions of RetinaNetObjectDetector",
+        ),
+        Rule(
+            "TorchModuleWrapper",
+            (layers.TorchModuleWrapper,),
+            "its inputs are cast, and the module's parameters are not",
+            _MEASURED,
+            ("torch",),
+        ),
+    )
+)
+_kept: dict[type, Rule] = {}
+
+
+def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
+    """Keeps all layers of a class in float32 under every policy of ours.
+
+    For the author of a library, as a decorator or a call. Layers of subclasses stay in
+    float32 too.
+
+    Args:
+        layer_class: a subclass of `keras.layers.Layer`.
+        reason: one sentence, for the table of rules.
+
+    Returns:
+        `layer_class`.
+
+    Raises:
+        TypeError: if `layer_class` is not a class of layers.
+
+    Example:
+
+    ```python
+    @keras_mp.keep_float32
+    class MyLayer(keras.layers.Layer):
+        ...
+    ```
+    """
+    if not (isinstance(layer_class, type) and issubclass(layer_class, layers.Layer)):
+        raise TypeError(
+            "`layer_class` must be a subclass of keras.layers.Layer. Received: "
+            f"layer_class={layer_class!r}."
+        )
+    _kept[layer_class] = Rule(
+        layer_class.__name__,
+        (layer_class,),
+        reason or "asked for by keep_float32",
+        "its author",
+    )
+    return layer_class
+
+
+def rules_with(users: tuple[Rule, ...]) -> RuleTable:
+    """All rules: the user's first, then those of `keep_float32`, then ours."""
+    return RuleTable((*users, *_kept.values(), *RULES))

@@ -1,0 +1,99 @@
+"""What a file holds: stock Keras policies, so that Keras opens it without keras_mp.
+
+A Functional model stores each layer with its policy. A class built on it that has a
+`get_config` of its own, as all of KerasHub's have, stores one policy and creates its
+layers from it. Such a model stores a map from layer paths to policies.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+from keras_mp.policies.choosing import IN_FILES, decision_for
+from keras_mp.policies.layers import children_of, has_map, layer_path, policy_of
+from keras_mp.policies.policy import MixedPolicy, chooser_of
+
+
+def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
+    """The stock policy to store for a layer; None if Keras stores the right one.
+
+    A layer that was never called still has a policy of ours, and so may a map.
+    """
+    policy: Any = getattr(layer, "dtype_policy", None)
+    if isinstance(policy, MixedPolicy):
+        return policy.for_layer(layer)
+    if has_map(layer):
+        if layer.path and not children_of(layer):
+            # Keras opens a layer outside of its model, where it has another path.
+            return _stock(policy_of(layer))
+        entries = {path: _stock(policy[path]) for path in policy}
+        default = _stock(policy._default_policy_arg)
+        return keras.dtype_policies.DTypePolicyMap(default, entries)
+    return None
+
+
+def _stock(policy: Any) -> Any:
+    ours = isinstance(policy, MixedPolicy)
+    return keras.DTypePolicy(policy.name) if ours else policy
+
+
+def own_get_config(model_class: type) -> type | None:
+    """The class outside of Keras that defines a Functional class' `get_config`."""
+    if not issubclass(model_class, Functional):
+        return None
+    definer = next(c for c in model_class.__mro__ if "get_config" in vars(c))
+    return None if definer.__module__.startswith("keras.src.") else definer
+
+
+def storing_a_map(get_config: Callable) -> Callable:
+    """Wraps such a `get_config`: during the call the model's policy is a stock map."""
+
+    @functools.wraps(get_config)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _stock_policies(self):
+            return get_config(self, *args, **kwargs)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _stock_policies(model: Any) -> Iterator[None]:
+    chooser = chooser_of(policy_of(model))
+    if chooser is None:
+        yield
+        return
+    policy = _stock_policy(model, keras.DTypePolicy(str(chooser.name)))
+    # A task of KerasHub holds a backbone, and stores the policy of both.
+    models = [m for m in model._flatten_layers() if isinstance(m, Functional)]
+    before = [(vars(m), m._dtype_policy) for m in models if chooser_of(policy_of(m))]
+    for attributes, _ in before:
+        attributes["_dtype_policy"] = policy
+    try:
+        yield
+    finally:
+        for attributes, own in before:
+            attributes["_dtype_policy"] = own
+
+
+def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
+    entries: dict[str, keras.DTypePolicy] = {}
+    within: set[int] = set()
+    for layer in model._flatten_layers():  # Parents come before their children.
+        decision = decision_for(layer)
+        in_float32 = decision is not None and decision.rule is not None
+        policy = policy_of(layer)
+        if id(layer) in within:
+            continue
+        parts = layer._flatten_layers()
+        if in_float32 and not all(part.path for part in parts):
+            # A map cannot name a layer without a path, such as a Dropout. So keras_mp
+            # keeps this layer with all its parts in float32 when it opens the file.
+            entries[IN_FILES + layer_path(layer)] = policy
+            within.update(map(id, parts))
+        elif layer.path and (in_float32 or policy.quantization_mode is not None):
+            entries[layer.path] = policy
+    return keras.dtype_policies.DTypePolicyMap(default, entries) if entries else default

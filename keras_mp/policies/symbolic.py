@@ -1,0 +1,135 @@
+"""The dtypes of a Functional graph's symbolic tensors.
+
+Keras computes them once, when the layers are first called. `model.output.dtype` is
+one of them, and what a graph casts its inputs to.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras import KerasTensor
+
+from keras_mp.policies.layers import called_with, children_of, is_graph
+
+
+def refresh(model: Any, changed: list[Any] | None = None) -> None:
+    """Makes the dtypes of all symbolic tensors of a model true again.
+
+    The layers that changed, and those whose inputs have another dtype now, are called
+    once more, on symbolic tensors.
+
+    Args:
+        changed: the layers that compute in another precision than before; None for all.
+
+    Raises:
+        SymbolicCallError: where such a call fails.
+    """
+    stale = None if changed is None else {id(layer) for layer in changed}
+    done: set[int] = set()
+    for layer in model._flatten_layers():
+        if is_graph(layer):
+            _refresh(layer, stale, done)
+
+
+def call_again(model: Any) -> None:
+    """Calls a model that has no graph as it was first called, on symbolic tensors.
+
+    Raises:
+        SymbolicCallError: where that fails.
+    """
+    call = called_with(model)
+    if call is not None:
+        _call(model, *call)
+
+
+def nodes_of(layer: Any) -> Iterator[Any]:
+    """The calls that the graphs in a layer consist of, from inputs to outputs.
+
+    Those of a nested graph come once for each call of it. What other layers hold is
+    called in no graph.
+    """
+    if not is_graph(layer):
+        for child in children_of(layer):
+            if is_graph(child):
+                yield from nodes_of(child)
+        return
+    graph = graph_of(layer)
+    nodes_by_depth = graph._nodes_by_depth if graph is not None else {}
+    for depth in sorted(nodes_by_depth, reverse=True):
+        for node in nodes_by_depth[depth]:
+            if not node.is_input:
+                yield node
+                if is_graph(node.operation):
+                    yield from nodes_of(node.operation)
+
+
+def graph_of(model: Any) -> Any:
+    """The graph of a model; None for a Sequential one that is not built."""
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
+class SymbolicCallError(Exception):
+    """A layer cannot be called.
+
+    Attributes:
+        layer: the innermost layer in whose call it happened.
+    """
+
+    def __init__(self, operation: Any, error: Exception) -> None:
+        # Keras puts what it knows round the words of an error, and these in bold.
+        words = str(error).rsplit("\x1b[1m", 1)[-1].split("\x1b[0m", 1)[0]
+        super().__init__(f"{type(error).__name__}: {words}")
+        self.layer = operation
+        trace = error.__traceback__
+        while trace is not None:
+            caller = trace.tb_frame.f_locals.get("self")
+            if isinstance(caller, keras.layers.Layer):
+                self.layer = caller
+            trace = trace.tb_next
+
+
+def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
+    graph = graph_of(model)
+    if graph is None or id(graph) in done:
+        return
+    done.add(id(graph))
+    # Copies, so that the graph does not see these calls.
+    copies = {id(tensor): _copy(tensor) for tensor in graph.inputs}
+    moved: set[int] = set()
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            if node.is_input or any(id(t) not in copies for t in node.input_tensors):
+                continue
+            operation = node.operation
+            if is_graph(operation):
+                _refresh(operation, stale, done)  # Its outputs' dtypes are read there.
+            elif not (
+                stale is None
+                or id(operation) in stale
+                or any(id(tensor) in moved for tensor in node.input_tensors)
+            ):
+                copies.update((id(tensor), _copy(tensor)) for tensor in node.outputs)
+                continue
+            outputs = _call(operation, *node.arguments.fill_in(copies))
+            for tensor, copy in zip(node.outputs, outputs, strict=True):
+                if tensor.dtype != copy.dtype:
+                    moved.add(id(tensor))
+                    tensor._dtype = copy.dtype
+                copies[id(tensor)] = copy
+
+
+def _copy(tensor: Any) -> KerasTensor:
+    copy = KerasTensor(tensor.shape, tensor.dtype, sparse=tensor.sparse)
+    copy._ragged = tensor.ragged
+    return copy
+
+
+def _call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTensor]:
+    nodes = len(operation._inbound_nodes)
+    try:
+        return keras.tree.flatten(operation(*args, **kwargs))
+    except Exception as error:
+        raise SymbolicCallError(operation, error) from error
+    finally:
+        del operation._inbound_nodes[nodes:]
