@@ -1,1 +1,226 @@
-"""Every private name of Keras that keras_mp uses, with the reason."""
+"""Every private name of Keras that keras_mp uses, each with the reason.
+
+Nothing else in the package touches one. Where a public way exists, it is taken: what
+stands here has none. `tests/test_keras_private.py` holds each of them against Keras.
+"""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+
+
+def _find(*paths: str) -> Any:
+    """The first of these names that Keras has; newer versions move some of them."""
+    for path in paths:
+        module, name = path.rsplit(".", 1)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(
+        f"keras_mp needs {' or '.join(paths)}, and Keras {keras.__version__} has moved "
+        "it: install a newer keras_mp, or a Keras of the versions in its CONTRIBUTING."
+    )
+
+
+# Modules and functions -------------------------------------------------------------
+
+# `keras.ops` looks its operations up in these modules: a repair goes there.
+backend_nn = _find("keras.src.backend.nn", "keras.src.backend.ops.nn")
+backend_numpy = _find("keras.src.backend.numpy", "keras.src.backend.ops.numpy")
+# Every draw of a layer passes here.
+backend_random = _find("keras.src.backend.random", "keras.src.backend.ops.random")
+# A cast of ours must keep the mask that Keras attaches to a tensor.
+get_keras_mask = _find(
+    "keras.src.backend.get_keras_mask",
+    "keras.src.backend.common.masking.get_keras_mask",
+)
+set_keras_mask = _find(
+    "keras.src.backend.set_keras_mask",
+    "keras.src.backend.common.masking.set_keras_mask",
+)
+# The values that stand for variables in a stateless call, which an update rewrites.
+get_stateless_scope = _find(
+    "keras.src.backend.get_stateless_scope",
+    "keras.src.backend.common.stateless_scope.get_stateless_scope",
+)
+# The path that a layer is about to get, asked for during its first call.
+current_path = _find("keras.src.backend.common.name_scope.current_path")
+# The class of models with a graph, also of those that subclass it.
+Functional = _find("keras.src.models.functional.Functional")
+# TensorFlow must not wrap an optimizer that is set as an attribute.
+untracked = _find("keras.src.utils.tracking.no_automatic_dependency_tracking")
+# How often each automatic name was given: two builds of a model are to name alike.
+global_state = _find("keras.src.backend.common.global_state")
+
+
+# Layers ----------------------------------------------------------------------------
+
+# The attribute behind `Layer.dtype_policy`, for a look without a call.
+DTYPE_POLICY = "_dtype_policy"
+# Does Keras cast the inputs of a call? It is an attribute without a setter.
+CONVERT_INPUTS = "_convert_input_args"
+
+
+def layers_in(layer: Any, itself: bool = True, nested: bool = True) -> list[Any]:
+    """The layers that a layer is made of, parents before their children.
+
+    `Model.layers` is public; a layer that is no model has nothing like it.
+    """
+    return list(layer._flatten_layers(include_self=itself, recursive=nested))
+
+
+def own_trainable(layer: Any) -> list[Any]:
+    """The weights of a layer, or of an optimizer, without those of its children.
+
+    Frozen ones are among them, which the public properties leave out.
+    """
+    return layer._trainable_variables
+
+
+def own_non_trainable(layer: Any) -> list[Any]:
+    """The non-trainable variables of a layer, without those of its children."""
+    return layer._non_trainable_variables
+
+
+def set_policy(layer: Any, policy: Any) -> None:
+    """Sets a layer's policy; the public setter keeps a map where the layer has one."""
+    vars(layer)[DTYPE_POLICY] = policy
+
+
+def set_path(layer: Any, path: str) -> None:
+    """Sets a layer's path, by which Keras looks it up in a map of policies."""
+    vars(layer)["_path"] = path
+
+
+def default_in_map(policies: Any) -> Any:
+    """The default that a `DTypePolicyMap` was given; None for the global policy.
+
+    The public `default_policy` has the global policy of now in place of None.
+    """
+    return policies._default_policy_arg
+
+
+def clear_losses(model: Any) -> None:
+    """Forgets the losses that the layers of a model added outside of `fit`."""
+    model._clear_losses()
+
+
+# Variables and tensors -------------------------------------------------------------
+
+
+def is_autocast(variable: Any) -> bool:
+    """Does a layer's call read the variable in the layer's compute dtype?"""
+    return variable._autocast
+
+
+def raw_value(variable: Any) -> Any:
+    """The tensor of a variable; `value` is half precision within a layer's call."""
+    return variable._value
+
+
+# The one method by which all writes to a variable go.
+WRITE = "_direct_assign"
+
+
+def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
+    """Sets the dtype of a KerasTensor, which a conversion has made out of date."""
+    tensor._dtype = dtype
+
+
+# Graphs ----------------------------------------------------------------------------
+
+
+def graph_of(model: Any) -> Any:
+    """The Functional model behind a Sequential one; None before it is built."""
+    return model._functional
+
+
+def nodes_by_depth(graph: Any) -> dict[int, list[Any]]:
+    """The calls that a Functional model consists of; the largest depth comes first."""
+    return graph._nodes_by_depth
+
+
+def calls_of(operation: Any) -> list[Any]:
+    """The nodes of all symbolic calls of a layer or operation."""
+    return operation._inbound_nodes
+
+
+def origin(tensor: Any) -> tuple[Any, int]:
+    """The operation that returned a KerasTensor, and in which of its calls."""
+    history = tensor._keras_history
+    return history.operation, history.node_index
+
+
+def set_sequential_layers(model: Any, layers: Sequence[Any]) -> None:
+    """Sets the layers of a Sequential model; `add` only appends."""
+    model._layers = list(layers)
+
+
+def sequential_layers(model: Any) -> list[Any]:
+    """The layers of a Sequential model with its Input, which `layers` leaves out."""
+    return model._layers
+
+
+# Models ----------------------------------------------------------------------------
+
+
+def build_from_batch(model: Any, batch: Any) -> None:
+    """Builds a model, its metrics and its optimizer from one batch, as `fit` does."""
+    model._symbolic_build(data_batch=batch)
+
+
+def compile_config(model: Any) -> dict[str, Any]:
+    """The arguments of `compile` as they are stored in files, to be corrected."""
+    return model._compile_config.config
+
+
+def attach_state(model: Any, state: dict[str, Any]) -> None:
+    """Writes the state that `fit` on JAX passes round into the model's variables."""
+    model._jax_state = state
+    model._jax_state_synced = False
+    model.jax_state_sync()
+
+
+def detach_state(model: Any, parts: Iterable[str]) -> None:
+    """Leaves the variables without values again, as `fit` on JAX does."""
+    model._purge_model_variables(**dict.fromkeys(parts, True))
+    model._jax_state_synced = False
+
+
+# Optimizers ------------------------------------------------------------------------
+
+
+def applied_steps(optimizer: Any) -> Any:
+    """The variable that counts updates; `iterations` divides it by accumulation."""
+    return optimizer._iterations
+
+
+def track(optimizer: Any, variable: Any) -> None:
+    """Adds a variable to an optimizer's; `add_variable` cannot exclude autocast."""
+    optimizer._track_variable(variable)
+
+
+def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises Keras' error for a variable that the optimizer was not built with."""
+    optimizer._check_variables_are_known(variables)
+
+
+def index_in(optimizer: Any, variable: Any) -> int:
+    """The place of a variable among those that the optimizer was built with.
+
+    Keras has a key for each, which under TensorFlow's strategies is not its id.
+    """
+    return optimizer._get_variable_index(variable)
+
+
+def averages(optimizer: Any) -> list[Any]:
+    """The moving averages of `use_ema`, one for each variable or None."""
+    return optimizer._model_variables_moving_average
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """The learning rate as it was given: `learning_rate` evaluates a schedule."""
+    return getattr(optimizer, "_learning_rate", None)

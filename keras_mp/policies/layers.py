@@ -1,6 +1,7 @@
 """What can be asked of any layer: its parts, path, activation, input and policy."""
 
 import functools
+import inspect
 from typing import Any
 
 import keras
@@ -62,6 +63,11 @@ def activation_of(layer: Any) -> str:
         return activation_of(activation)
     # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
     return getattr(activation, "__name__", "").removesuffix("_v2")
+
+
+def takes_training(layer: Any) -> bool:
+    """Does a layer's `call` have the argument `training`?"""
+    return "training" in inspect.signature(layer.call).parameters
 
 
 def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
