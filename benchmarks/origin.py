@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 import keras_mp
-from keras_mp.backends.devices import list_devices
+from keras_mp.backends import engine
 
 
 def origin(packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def origin(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 def device() -> str:
     """The first accelerator's name, or else the processor's."""
-    accelerators = [d.name for d in list_devices() if d.kind != "cpu"]
+    accelerators = [d.name for d in engine.list_devices() if d.kind != "cpu"]
     return accelerators[0] if accelerators else _processor()
 
 

@@ -25,7 +25,7 @@ from benchmarks.processes import CAN_PIN, Job
 from benchmarks.results import Record
 from benchmarks.seams_tables import CASES, plot, tables
 from benchmarks.steps import engine
-from keras_mp.backends.train_logs import MONITORED
+from keras_mp.backends.train_step import MONITORED
 
 __all__ = ["IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot", "tables"]
 

@@ -25,7 +25,7 @@ from benchmarks.trainers import (
     is_out_of_memory,
     set_tf32,
 )
-from keras_mp.backends.memory import measure_memory
+from keras_mp.backends import engine
 
 __all__ = ["BUDGET", "IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot",
            "tables"]  # fmt: skip
@@ -165,7 +165,7 @@ def _speed(setting: _Setting, batch: int, tell: Callable[[float], object]) -> Re
 
 
 def _speed_at(setting: _Setting, batch: int, tell: Callable[[float], object]) -> Record:
-    read_memory = measure_memory()
+    read_memory = engine.measure_memory()
     trainer, operations = setting.trainer(batch)
     tell(0.2)
     start = time.perf_counter()
@@ -211,7 +211,7 @@ def _fits(
     fits, too_large = 0, None
     for number in range(TRIES):
         tell(number / TRIES)
-        read_memory = measure_memory()
+        read_memory = engine.measure_memory()
         trainer = None
         try:
             trainer, _ = setting.trainer(batch)

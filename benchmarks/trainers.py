@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
+
 # XLA; torch and XLA; cuBLAS and cuDNN.
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "ALLOC_FAILED")
 
@@ -51,12 +53,11 @@ class JaxTrainer:
     @property
     def skipped_steps(self) -> int | None:
         """None without a loss scale."""
-        for variable, value in zip(
-            self._optimizer.variables, self._state[2], strict=True
-        ):
-            if variable is getattr(self._optimizer, "skip_counter", None):
-                return int(value)
-        return None
+        scaling = loss_scaling_of(self._optimizer)
+        if scaling is None:
+            return None
+        values = zip(self._optimizer.variables, self._state[2], strict=True)
+        return next(int(x) for v, x in values if v is scaling.skipped_steps)
 
 
 class TorchTrainer:
@@ -129,9 +130,9 @@ def device_memory(backend: str) -> int | None:
 
 def has_gpu(backend: str) -> bool:
     """Whether the framework itself sees an NVIDIA GPU."""
-    from keras_mp.backends.devices import list_devices
+    from keras_mp.backends import engine
 
-    return any(device.kind == "cuda" for device in list_devices())
+    return any(device.kind == "cuda" for device in engine.list_devices())
 
 
 def forget(backend: str) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import choose_policy
@@ -13,8 +14,8 @@ from keras_mp.policies.policy import HALF, Policy
 
 # The attributes of a layer that a conversion changes.
 _CHANGED = (
-    "_dtype_policy",
-    "_convert_input_args",
+    private.DTYPE_POLICY,
+    private.CONVERT_INPUTS,
     "_keras_mp_keeps_input_dtypes",
     "_keras_mp_decision",
     "_keras_mp_chosen",
@@ -56,7 +57,7 @@ def convert(model: Any, policy: Any) -> Any:
             f"`model` must be a keras.Model or a layer. Received: model={model!r}."
         )
     policy = Policy(policy)
-    layers = [layer for layer in model._flatten_layers() if _converts(layer)]
+    layers = [layer for layer in private.layers_in(model) if _converts(layer)]
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))
 
@@ -85,7 +86,7 @@ def convert(model: Any, policy: Any) -> Any:
             f"keras_mp.MixedFloat16(float32=[{path!r}])."
         ) from error
 
-    for layer in model._flatten_layers():
+    for layer in private.layers_in(model):
         if isinstance(layer, keras.Model):
             if layer.compiled:
                 rescale_optimizer(layer)
@@ -122,7 +123,10 @@ def _policy_at(policy: Any, layer: Any) -> Any:
 
 
 def _refuse_other_variables(layer: Any, policy: Any) -> None:
-    for variable in layer._trainable_variables + layer._non_trainable_variables:
+    for variable in (
+        *private.own_trainable(layer),
+        *private.own_non_trainable(layer),
+    ):
         if variable.dtype in ("float32", *HALF) and (
             layer.variable_dtype != policy.variable_dtype
         ):
@@ -140,7 +144,7 @@ def _state(layer: Any) -> dict[str, Any]:
 
 def _choose(model: Any, layers: list[Any], policy: Any) -> None:
     for layer in layers:
-        layer._dtype_policy = policy_of(layer)  # Out of a map that others share.
+        private.set_policy(layer, policy_of(layer))  # Out of a map that others share.
         layer.dtype_policy = _policy_at(policy, layer)
         vars(layer).pop("_keras_mp_decision", None)
     # Parents come before their children, and what they decide goes for these. What is

@@ -98,7 +98,7 @@ class Loop:
             self.keep([*trainable, *state])
             lines.append(
                 trace_line(
-                    values(self.optimizer.state_variables),
+                    values(self.optimizer._loss_scaling.variables),
                     whole(self.optimizer.inner_optimizer._iterations)
                     // (sequence.inner.get("gradient_accumulation_steps", 1)),
                     [whole(v) for v in self.weights],

@@ -58,7 +58,7 @@ def trace(strategy, sequence, compiled):
             lambda context: value_of(context.replica_id_in_sync_group, replicas)
         )
 
-    state = [*optimizer.state_variables, optimizer.inner_optimizer._iterations]
+    state = [*optimizer._loss_scaling.variables, optimizer.inner_optimizer._iterations]
     lines = []
     for index in range(len(sequence.steps)):
         scale = optimizer.dynamic_scale.numpy()

@@ -43,7 +43,7 @@ def loop(sequence, reduced):
             variable.value.grad = None
         lines.append(
             trace_line(
-                values(optimizer.state_variables),
+                values(optimizer._loss_scaling.variables),
                 values([optimizer.iterations])[0],
                 values(variables),
             )

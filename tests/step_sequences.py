@@ -109,7 +109,7 @@ def trace_line(state: Any, iterations: Any, weights: Any) -> tuple:
     """What is compared after a step, to the bit: scale, counters, iterations, weights.
 
     Args:
-        state: the scale and its counters, as `optimizer.state_variables`.
+        state: the scale and its counters, as `optimizer._loss_scaling.variables`.
         iterations: `optimizer.iterations`.
         weights: the variables, or their values.
     """

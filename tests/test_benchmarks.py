@@ -573,7 +573,7 @@ def test_the_largest_batch_that_fits_is_searched_for(monkeypatch, capacity):
             if self.batch > capacity:
                 raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(train, "measure_memory", lambda: lambda: 1000 + 10 * 16)
+    monkeypatch.setattr(train.engine, "measure_memory", lambda: lambda: 1000 + 10 * 16)
     monkeypatch.setattr(train, "device_memory", lambda backend: 1000 + 10 * capacity)
     monkeypatch.setattr(
         train._Setting, "trainer", lambda self, batch: (Trainer(batch), 1.0)

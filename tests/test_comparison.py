@@ -17,7 +17,7 @@ from keras import layers, ops
 from keras.src.backend.common import global_state
 
 import keras_mp
-from keras_mp.backends import memory
+from keras_mp.backends import engine
 from keras_mp.diagnostics.comparison import spread
 from keras_mp.diagnostics.comparison.comparison import Comparison
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
@@ -584,7 +584,7 @@ def test_tensorflow_counts_what_a_training_adds_on_all_gpus(monkeypatch):
     monkeypatch.setattr(
         experimental, "reset_memory_stats", lambda name: state[name].update(peak=0)
     )
-    read = memory.measure_memory()
+    read = engine.measure_memory()
     state["GPU:0"]["peak"], state["GPU:1"]["peak"] = 40, 8
     assert read() == (40 - 10) + (8 - 5)
 
@@ -601,7 +601,7 @@ def test_torch_counts_what_a_training_adds_on_all_gpus(monkeypatch):
     monkeypatch.setattr(
         cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(device, 0)
     )
-    read = memory.measure_memory()
+    read = engine.measure_memory()
     peak[:] = [40, 8]
     assert read() == (40 - 10) + (8 - 5)
 

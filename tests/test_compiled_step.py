@@ -4,8 +4,6 @@ Read from the program, so that no clock decides. `make gpu-gates` runs the same 
 the programs for an H100, without one.
 """
 
-import re
-
 import keras
 import pytest
 
@@ -65,9 +63,9 @@ def test_the_gate_sees_the_conditionals_of_keras_gradient_accumulation():
     assert train_step("wide", "accumulation", False).count("conditional") > 0
 
 
-# Not so on CPUs, and on an H100 it is: XLA has 17 matrices alive where it had 14, of
-# several variables whose updates it interleaves once the decision is made.
-INTERLEAVED = {"Muon": 0.76}
+# On an H100 the gate holds for these two. On CPUs XLA interleaves the updates of several
+# variables once the decision is made, and keeps three matrices more alive.
+INTERLEAVED = {"Muon": 0.76, "accumulation": 0.76}
 
 
 def test_temporary_memory_is_at_most_half_the_gradients_more(optimizer, request):
@@ -111,26 +109,20 @@ FUSIONS_OF_A_STEP = 30
 def test_few_kernels_are_compiled_for_what_is_kept_of_a_step(number):
     plain, scaled = both(f"{number} variables", "Adam")
     assert scaled.count("fusion") <= plain.count("fusion") + FUSIONS_OF_A_STEP
-    called = re.findall(r" call\(.*to_apply=%([a-z_]+)", scaled.text)
-    assert sorted(called) == ["_decision", "_factor"]
-    assert plain.count("call") == 0
+    assert plain.count("call") == scaled.count("call") == 0
 
 
-@pytest.mark.skipif(not ON_GPU, reason="on CPUs it is of use")
-def test_nothing_is_called_small_where_that_is_of_no_use():
-    assert "xla_cpu_small_call" not in train_step("wide", "Adam", True).text
-
-
-# Stand for the time to trace and to compile, which no test measures. What does not
-# grow with the number of variables: state of the scale, counts, statistics, logs.
-EQUATIONS_OF_A_STEP, INSTRUCTIONS_OF_A_STEP = 50, 500
+# Stand for the time to trace and to compile, which no test measures. A variable of Adam
+# takes 28 equations to trace, and ten more: an unscaling, six of the check, three
+# selects. What does not grow with their number: the scale, counts, statistics, logs.
+EQUATIONS_OF_A_STEP, INSTRUCTIONS_OF_A_STEP = 250, 500
 
 
 # Of a thousand the seams are measured alone: to compile them takes a minute.
 @pytest.mark.parametrize("number", [10, 100, 200])
-def test_a_quarter_more_is_traced_and_given_to_the_compiler(number):
+def test_ten_equations_a_variable_and_a_quarter_of_instructions_more(number):
     plain, scaled = both(f"{number} variables", "Adam")
-    assert scaled.equations <= 1.25 * plain.equations + EQUATIONS_OF_A_STEP
+    assert scaled.equations <= plain.equations + 10 * number + EQUATIONS_OF_A_STEP
     assert scaled.instructions <= 1.25 * plain.instructions + INSTRUCTIONS_OF_A_STEP
 
 

@@ -18,7 +18,8 @@ from keras import layers, ops
 
 import keras_mp
 import keras_mp_cli
-from keras_mp.backends import one_batch
+from keras_mp.backends import engine
+from keras_mp.backends.train_step import ONCE
 from keras_mp.callbacks import OverflowBreakpoint
 from keras_mp.diagnostics.breakpoint import model_or_weights, skipped_step
 from keras_mp.diagnostics.breakpoint import replay as replay_module
@@ -100,7 +101,7 @@ def state_of(model):
 
 
 def scaling_of(model):
-    return values(model.optimizer.state_variables)
+    return values(model.optimizer._loss_scaling.variables)
 
 
 def facts(folder):
@@ -688,7 +689,7 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
         fit(model, x=X[of(1)], y=Y[of(1)])
         model.train_on_batch(X, Y)
         found.append(state_of(model) + scaling_of(model))
-        assert one_batch.ONCE not in vars(model)
+        assert ONCE not in vars(model)
     assert same_bits(*found)
     assert not folder.exists()
 
@@ -702,7 +703,7 @@ def test_a_model_that_makes_its_train_function_itself_is_told_of(folder):
     with pytest.warns(UserWarning, match="saw no step: the model has"):
         fit(model, OverflowBreakpoint(folder, skips=1))
     assert not folder.exists()
-    assert one_batch.ONCE not in vars(model)
+    assert ONCE not in vars(model)
 
 
 def traces_of_its_train_step(model):
@@ -734,7 +735,7 @@ def test_the_train_function_stays_the_same(folder):
     function = model.train_function
     fit(model, OverflowBreakpoint(folder, skips=9))
     assert model.train_function is function
-    assert one_batch.ONCE not in vars(model)
+    assert ONCE not in vars(model)
 
 
 # More than one device ----------------------------------------------------------------
@@ -757,7 +758,7 @@ def test_several_replicas_or_processes_are_refused(folder, monkeypatch):
 
         store = distributed.HashStore()
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        assert one_batch.several_workers(model) == ""
+        assert engine.other_workers(model) == ""
         monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="must see the whole batch.*Received: "):
         fit(model, OverflowBreakpoint(folder))

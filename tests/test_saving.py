@@ -271,7 +271,7 @@ def test_a_wrapper_with_arguments_of_its_own_survives(tmp_path):
     again = reopened(model, tmp_path / "model.keras")
     assert type(again.optimizer) is LossScaleOptimizer
     assert again.optimizer.get_config() == model.optimizer.get_config()
-    assert again.optimizer.rule == model.optimizer.rule
+    assert again.optimizer._loss_scaling.rule == model.optimizer._loss_scaling.rule
     assert again.optimizer.max_consecutive_skips == 50
     assert again.optimizer.inner_optimizer.global_clipnorm == 1.0
     assert_same(again, model)
@@ -282,7 +282,7 @@ def test_a_static_scale_survives(tmp_path):
     optimizer = LossScaleOptimizer("sgd", 128.0, dynamic=False)
     model = train(regression(optimizer=optimizer))
     again = reopened(model, tmp_path / "model.keras")
-    assert again.optimizer.rule.dynamic is False
+    assert again.optimizer._loss_scaling.rule.dynamic is False
     assert state(train(again))["loss_scale"] == 128.0
 
 

@@ -151,7 +151,7 @@ def test_the_report_counts_infinities_and_nans_of_each_variable():
     # An infinity beside a nan in one gradient counts as a nan.
     assert bias == ("bias", 1, 3, "inf")
     assert kernel.path == "kernel" and bias.first_step == 3
-    assert values([optimizer.skip_counter])[0] == 2
+    assert values([optimizer._loss_scaling.skipped_steps])[0] == 2
 
 
 def test_the_report_needs_a_built_optimizer():

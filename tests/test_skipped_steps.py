@@ -275,7 +275,7 @@ def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradients_are():
     y[0] = np.inf
     with pytest.warns(UserWarning, match="^1 of"):
         optimizer = train(y)
-    assert int(optimizer.broken_counter) == 1
+    assert int(optimizer._loss_scaling.broken_steps) == 1
     assert int(optimizer.iterations) + int(optimizer.skipped_steps) == 12
     assert int(optimizer.iterations) >= 4
 

@@ -114,7 +114,7 @@ class Training(RuleBasedStateMachine):
 
     @invariant()
     def equals_the_oracle(self):
-        scale, *counters = values(self.optimizer.state_variables)
+        scale, *counters = values(self.optimizer._loss_scaling.variables)
         assert (scale, *map(int, counters)) == self.oracle.loss_scale.state
         assert int(self.optimizer.iterations) == self.oracle.optimizer.iterations
         for weight, right in zip(

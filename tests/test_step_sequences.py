@@ -24,7 +24,7 @@ def trace(sequence, compiled):
         step(grads, sequence.loss(index))
         lines.append(
             trace_line(
-                values(optimizer.state_variables),
+                values(optimizer._loss_scaling.variables),
                 optimizer.iterations,
                 values(variables),
             )

@@ -52,7 +52,10 @@ def batch(index):
 def everything(model):
     """Weights, statistics, moments, averages, scale and counters, in this order."""
     inner = model.optimizer.inner_optimizer
-    state = [*model.optimizer.state_variables, model.optimizer.nonfinite_counts]
+    state = [
+        *model.optimizer._loss_scaling.variables,
+        model.optimizer._loss_scaling.nonfinite_counts,
+    ]
     arrays = values([*model.variables, *inner.variables, *state])
     # A whole number has 32 bits on one backend, 64 on another.
     return [a if a.dtype.kind == "f" else a.astype("int64") for a in arrays]
@@ -60,7 +63,7 @@ def everything(model):
 
 def counters(optimizer):
     """Scale, finite steps, skipped, in a row, broken; and iterations."""
-    state = [*optimizer.state_variables, optimizer.iterations]
+    state = [*optimizer._loss_scaling.variables, optimizer.iterations]
     return [float(v) for v in values(state)]
 
 
@@ -425,7 +428,7 @@ def test_without_slots_it_trains_on_with_more_variables(tmp_path):
     with pytest.warns(UserWarning, match="6 variables to train, .* optimizer has 4"):
         model.load_weights(tmp_path / "model.weights.h5")
     assert counters(model.optimizer) == counters(frozen.optimizer)
-    assert not values([model.optimizer.nonfinite_counts])[0].any()
+    assert not values([model.optimizer._loss_scaling.nonfinite_counts])[0].any()
     model.fit(X, Y, batch_size=ROWS, verbose=0)
     assert int(model.optimizer.iterations) == 2 * int(frozen.optimizer.iterations)
 

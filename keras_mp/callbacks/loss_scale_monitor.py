@@ -7,8 +7,10 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
-from keras_mp.backends.train_logs import MONITORED, UNDERFLOW
+from keras_mp.backends.train_step import MONITORED, UNDERFLOW
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import named, newest
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import check_whole_number
 
 # How often a scale falls without growing once before the user is told.
@@ -118,7 +120,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
         optimizer = self.model.optimizer
-        paths = newest(optimizer.nonfinite_counts, optimizer._trainable_variables)
+        paths = newest(
+            loss_scaling_of(optimizer).nonfinite_counts,
+            private.own_trainable(optimizer),
+        )
         io_utils.print_msg(
             f"\nkeras_mp: the first skipped step after a quiet time. Not finite: the "
             f"gradients of {named(paths)}. The loss scale is "

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
-from keras_mp.backends.one_batch import ONCE, attached, one_at_a_time, several_workers
-from keras_mp.backends.random_generators import generator_states
+from keras_mp.backends import engine
+from keras_mp.backends.train_step import ONCE
 from keras_mp.diagnostics.breakpoint.batch import batch_of
 from keras_mp.diagnostics.breakpoint.folder import check_folder, prepare
 from keras_mp.diagnostics.breakpoint.model_or_weights import WEIGHTS
@@ -55,7 +55,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         self._step: Step | TypeError | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if others := several_workers(self.model):
+        if others := engine.other_workers(self.model):
             raise ValueError(
                 "`OverflowBreakpoint` must see the whole batch of each step: train "
                 f"without it, or in one process on one device. Received: {others}."
@@ -93,7 +93,9 @@ class OverflowBreakpoint(keras.callbacks.Callback):
             return train_function(*args)  # It does not scale.
         if scaling and scaling.skips + steps < self.skips:
             return train_function(*args)
-        return one_at_a_time(train_function, args, steps, self._before, self._after)
+        return engine.run_by_batch(
+            train_function, args, steps, self._before, self._after
+        )
 
     def _before(self, batch: Any, state: Any) -> None:
         scaling = scaling_of(self._model, state)
@@ -101,7 +103,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         self._step = None
         if self._watches and skips + 1 >= self.skips:
             try:
-                self._step = Step(batch_of(batch), scaling, generator_states())
+                self._step = Step(batch_of(batch), scaling, engine.generator_states())
             except TypeError as error:
                 self._step = error  # Told of only if it is wanted.
 
@@ -114,7 +116,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         try:
             if isinstance(step, TypeError):
                 raise step
-            with attached(self._model, state):
+            with engine.attached(self._model, state):
                 saved = save(self._path, self._model, step, after, self._epoch)
         except Exception as error:  # Whatever it is, the training goes on.
             warnings.warn(

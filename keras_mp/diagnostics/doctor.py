@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_mp.backends.compilation import compiled
+from keras_mp.backends import engine
 from keras_mp.display.tables import Table
 from keras_mp.policies.hardware import Recommendation, recommended_policy
 
@@ -154,7 +154,7 @@ def _timed_product(side: int, dtype: str) -> Callable[[], float]:
         for _ in range(2)
     )
     # One number is read back: that waits for the product, and copies nothing else.
-    product = compiled(lambda a, b: ops.max(ops.matmul(a, b)))
+    product = engine.compiled(lambda a, b: ops.max(ops.matmul(a, b)))
 
     def run() -> float:
         start = time.perf_counter()

@@ -1,20 +1,22 @@
-"""The seams: where keras_mp meets Keras.
+"""The seams: the methods of Keras that keras_mp wraps.
 
-Each is a wrapper round one public Keras method, on the class that defines it, and holds
-no logic of its own:
+Each wrapper stands on the class that defines the method, and holds no logic of its own:
 
-    Layer.__init__               some classes choose their precision
-    Layer.__call__               a layer's first call chooses its precision
-    Layer.get_config             files hold stock policies, before that call as well,
-                                 and so does the `get_config` of a model's own class
+    Layer.__init__               rules about classes choose the layer's policy
+    Layer.__call__               the first call chooses it by all other rules
+    Layer.get_config             files hold stock policies; so does the `get_config` of
+                                 a model's own class
     Layer.add_loss               losses are float32
-    Sequential.build             its inputs are float32
+    Sequential.build             the input is float32
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
-    dot_product_attention        the backend's own, safe in float16
-    add, subtract, multiply      the backend's own; gradients are summed in float32
-    arange                       the backend's own, in float16 graphs as well
+
+and what the backend's `repairs` name:
+
+    dot_product_attention        is safe in float16
+    add, subtract, multiply      sum their gradients in float32
+    arange                       runs in float16 graphs
 """
 
 import contextlib
@@ -24,25 +26,19 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src import backend as keras_backend
 
 from keras_mp.backends import engine
-from keras_mp.backends.one_batch import ONCE
-from keras_mp.backends.repairs import arange, attention, broadcasting
-from keras_mp.backends.train_logs import any_measured
+from keras_mp.backends.train_step import ONCE, any_measured
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
     scale_optimizer,
     watched_for_underflow,
 )
-from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies import inputs, saving, symbolic
-from keras_mp.policies.choosing import (
-    choose_by_class,
-    choose_policy,
-    first_call,
-)
+from keras_mp.policies.choosing import choose_by_class, choose_policy, first_call
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.outputs import keep_outputs_in_float32
 
@@ -52,10 +48,7 @@ def install() -> None:
     for name, owner, seam in _seams():
         if not hasattr(vars(owner)[name], "_keras_mp_original"):
             original = vars(owner)[name]
-            replacement = seam(original)
-            if replacement is original:
-                continue  # Nothing to mend on this backend.
-            wrapper: Any = functools.wraps(original)(replacement)
+            wrapper: Any = functools.wraps(original)(seam(original))
             wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
             setattr(owner, name, wrapper)
 
@@ -86,13 +79,14 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("compile", _definer("compile"), _compile),
         ("make_train_function", _definer("make_train_function"), _make_train_function),
         ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
-        ("dot_product_attention", keras_backend.nn, attention.in_float16),
-        *(
-            (name, keras_backend.numpy, broadcasting.summed_in_float32)
-            for name in ("add", "subtract", "multiply")
-        ),
-        ("arange", keras_backend.numpy, arange.in_float16),
+        *((name, _home(name), repair) for name, repair in engine.repairs().items()),
     ]
+
+
+def _home(operation: str) -> Any:
+    """The module of Keras' backend in which `keras.ops` looks an operation up."""
+    modules = (private.backend_nn, private.backend_numpy)
+    return next(module for module in modules if operation in vars(module))
 
 
 def _definer(name: str) -> type:
@@ -121,11 +115,11 @@ def _wrap_own_get_config(layer_class: type) -> None:
 
 def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # After a layer's first call this costs four look-ups and no call, until the
+        # After a layer's first call this costs a few look-ups and no call, until the
         # user sets another policy.
         own = self.__dict__
-        chosen = own.get("_keras_mp_chosen")
-        first = chosen is None or chosen is not own["_dtype_policy"] or not self.built
+        chosen, policy = own.get("_keras_mp_chosen"), own[private.DTYPE_POLICY]
+        first = chosen is None or chosen is not policy or not self.built
         if not first and "_keras_mp_keeps_input_dtypes" not in own:
             return original(self, *args, **kwargs)
         if first:
@@ -185,7 +179,7 @@ def _compile(original: Callable) -> Callable:
         result = original(*call.args, **call.kwargs)
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
-            self._compile_config.config["auto_scale_loss"] = False
+            private.compile_config(self)["auto_scale_loss"] = False
         if changed := keep_outputs_in_float32(self):
             symbolic.refresh(self, changed)
         scale_optimizer(self)
@@ -222,14 +216,15 @@ def _train_step(model: Any, original: Callable) -> Callable:
         nonlocal built
         # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
         # built, nobody looks again.
-        built = built or all(layer.built for layer in model._flatten_layers())
+        built = built or all(layer.built for layer in private.layers_in(model))
         if not built and keras_own:
             engine.build(model, *args)
             scale_optimizer(model)
         step = original
-        if isinstance(model.optimizer, LossScaleOptimizer):
-            model.optimizer.underflow_watch.watch(watched_for_underflow(model))
-            step = engine.undo_skipped(model, model.optimizer, original)
+        scaling = loss_scaling_of(model.optimizer)
+        if scaling is not None:
+            scaling.underflow.watch(watched_for_underflow(model))
+            step = engine.undo_skipped(model, scaling, original)
         with stage.train_step():
             result = step(*args)
         if not built and not keras_own:
@@ -257,7 +252,7 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
     """
     optimizer = getattr(model, "optimizer", None)
     only_skips = (
-        isinstance(optimizer, LossScaleOptimizer)
+        loss_scaling_of(optimizer) is not None
         and not optimizer.last_step_finite
         and not any_measured(model.metrics_variables)
     )
@@ -265,7 +260,7 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch_skips(model: Any) -> None:
-    """Lets `fit` tell of a run that skips and skips, and stop it.
+    """Lets `fit` warn of a run that only skips, or stop it.
 
     Looks once in a number of steps, so that no step waits for the device, and before a
     step: after one, JAX has given the state away that `fit` goes back to.
@@ -277,11 +272,11 @@ def _watch_skips(model: Any) -> None:
     def watched(*args: Any) -> Any:
         nonlocal calls
         # Read anew: the first step may have wrapped it.
-        optimizer = model.optimizer
-        if isinstance(optimizer, LossScaleOptimizer):
-            if calls >= optimizer.skip_watch.interval:
+        scaling = loss_scaling_of(model.optimizer)
+        if scaling is not None:
+            if calls >= scaling.skips.interval:
                 calls = 0  # After an error as well: `fit` may go on with better data.
-                optimizer.raise_if_diverged(engine.optimizer_values(args))
+                model.optimizer.raise_if_diverged(engine.optimizer_values(args))
             calls += 1
         call = vars(model).pop(ONCE, None)
         return call(train_function, args) if call else train_function(*args)

@@ -31,19 +31,21 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_mp.loss_scaling.state import LossScaling
+
 _NAMES = {"skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts"}
 _ENTRIES = "entries"
 
 
-def save(optimizer: Any, store: Any) -> None:
+def save(optimizer: Any, scaling: LossScaling, store: Any) -> None:
     """Writes the variables of a `LossScaleOptimizer` into a Keras store (a mapping)."""
-    layout = _layout(optimizer)
+    layout = _layout(optimizer, scaling)
     for key, variable in layout.items():
         store[key] = variable.numpy()
     store[_ENTRIES] = np.array(len(layout))
 
 
-def load(optimizer: Any, store: Any) -> bool:
+def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
     """Reads them again, all or none.
 
     Returns:
@@ -61,10 +63,10 @@ def load(optimizer: Any, store: Any) -> bool:
     plain = _numbered(inner.variables)
     if keys == set(plain):
         # The scale starts anew.
-        _values(optimizer, store, plain)
+        _values(optimizer, scaling, store, plain)
         inner.load_own_variables(store)
         return False
-    layout = _layout(optimizer)
+    layout = _layout(optimizer, scaling)
     expected, found = ({k for k in of if k.isdecimal()} for of in (layout, keys))
     if found != expected or not keys - found <= {*_NAMES, _ENTRIES}:
         # In Keras' words, but not by its method: that counts our names, and goes by
@@ -77,19 +79,20 @@ def load(optimizer: Any, store: Any) -> bool:
             stacklevel=3,
         )
         return True
-    keys -= _counts_of_other_variables(optimizer, store, keys)
-    values = _values(
-        optimizer, store, {k: v for k, v in layout.items() if k in keys}
-    )  # fmt: skip
+    keys -= _counts_of_other_variables(optimizer, scaling, store, keys)
+    present = {key: variable for key, variable in layout.items() if key in keys}
+    values = _values(optimizer, scaling, store, present)
     for key, variable in layout.items():
         # Counters that a checkpoint of Keras', or an older one of ours, does not have.
         variable.assign(values.get(key, np.zeros(variable.shape)))
     return True
 
 
-def _counts_of_other_variables(optimizer: Any, store: Any, keys: set[str]) -> set[str]:
+def _counts_of_other_variables(
+    optimizer: Any, scaling: LossScaling, store: Any, keys: set[str]
+) -> set[str]:
     """The key of the counts by variable, if the writer had more or fewer variables."""
-    counts = optimizer.nonfinite_counts
+    counts: Any = scaling.nonfinite_counts
     shape = np.shape(store[counts.name]) if counts.name in keys else counts.shape
     if len(shape) != 2 or shape[0] != counts.shape[0] or shape == tuple(counts.shape):
         return set()
@@ -102,7 +105,7 @@ def _counts_of_other_variables(optimizer: Any, store: Any, keys: set[str]) -> se
     return {counts.name}
 
 
-def _layout(optimizer: Any) -> dict[str, Any]:
+def _layout(optimizer: Any, scaling: LossScaling) -> dict[str, Any]:
     """The variables by their keys in a file.
 
     None before it is built. Keras compares the number of entries alone: a few could be
@@ -111,10 +114,10 @@ def _layout(optimizer: Any) -> dict[str, Any]:
     if not optimizer.built:
         return {}
     named = [
-        optimizer.skip_counter,
-        optimizer.consecutive_skip_counter,
-        optimizer.broken_counter,
-        optimizer.nonfinite_counts,
+        scaling.skipped_steps,
+        scaling.consecutive_skips,
+        scaling.broken_steps,
+        scaling.nonfinite_counts,
     ]
     ids = {id(v) for v in named}
     numbered = [v for v in optimizer.variables if id(v) not in ids]
@@ -143,7 +146,7 @@ def _check_keys(optimizer: Any, store: Any, keys: set[str]) -> None:
 
 
 def _values(
-    optimizer: Any, store: Any, layout: dict[str, Any]
+    optimizer: Any, scaling: LossScaling, store: Any, layout: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """The entries of a checkpoint, checked."""
     inner = {id(v) for v in optimizer.inner_optimizer.variables}
@@ -165,12 +168,12 @@ def _values(
             value.dtype.kind in "iuf" and np.all((value >= 0) & (value < 2**31))
         ):
             raise _damaged(optimizer, f"hold {what} counts of at least 0", value)
-        if variable is optimizer.dynamic_scale:
+        if variable is scaling.scale:
             if not value >= 0 or (ours and not 0 < value < np.inf):
                 raise _damaged(
                     optimizer, f"hold {what} a scale that is positive and finite", value
                 )
-            rule = optimizer.rule  # Its bounds may be others than the writer's.
+            rule = scaling.rule  # Its bounds may be others than the writer's.
             values[key] = np.clip(value, rule.min_scale, rule.max_scale)
     return values
 

@@ -7,30 +7,69 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.loss_scaling.global_norm import clips_by_global_norm, squares
 
 
-def divided(
+def check_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raises a ValueError unless each gradient fits its variable.
+
+    Args:
+        grads: gradients, None where there is none.
+        variables: the variables, in the same order.
+
+    Raises:
+        ValueError: if their numbers or shapes differ, or all gradients are None.
+    """
+    if len(grads) != len(variables):
+        raise ValueError(
+            "`grads` must hold one gradient for each variable. Received: "
+            f"{len(grads)} gradients for {len(variables)} variables."
+        )
+    if all(g is None for g in grads):
+        raise ValueError(
+            "No gradients provided for any variable: all of `grads` are None. "
+            f"Received: grads of length {len(grads)}."
+        )
+    for grad, variable in zip(grads, variables, strict=True):
+        if grad is not None and not _same_shape(grad.shape, variable.shape):
+            raise ValueError(
+                "Each gradient must have the shape of its variable. Received: a "
+                f"gradient of shape {tuple(grad.shape)} for variable "
+                f"{getattr(variable, 'path', variable.name)} of shape "
+                f"{tuple(variable.shape)}."
+            )
+
+
+def _same_shape(grad: Any, variable: Any) -> bool:
+    """Compares static shapes; an unknown dimension fits any."""
+    if getattr(grad, "rank", 0) is None:
+        return True
+    grad, variable = tuple(grad), tuple(variable)
+    return len(grad) == len(variable) and all(
+        a is None or a == b for a, b in zip(grad, variable, strict=True)
+    )
+
+
+def unscaled(
     grads: Sequence[Any], variables: Sequence[Any], scale: Any, in_place: bool = False
 ) -> list[Any]:
     """Gradients divided by the scale, in float32; `in_place` where torch can."""
-    unscaled = engine.unscale(
+    quotients = engine.unscale(
         [None if _overwrites(v) else g for g, v in zip(grads, variables, strict=True)],
         ops.divide(1.0, scale),
         variables if in_place else None,
     )
     return [
-        g if _overwrites(v) else u
-        for g, v, u in zip(grads, variables, unscaled, strict=True)
+        g if _overwrites(v) else quotient
+        for g, v, quotient in zip(grads, variables, quotients, strict=True)
     ]
 
 
-def narrowed(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Gradients in the dtype of float16 and bfloat16 variables, others as they are.
 
-    Keras' optimizers cast them so, and what was finite may then not be.
+    Keras' optimizers cast them so, and a finite gradient may overflow there.
     """
-    dtypes = [_narrow_dtype(v) for v in variables]
+    dtypes = [_half_dtype(v) for v in variables]
     return [
         ops.cast(g, d) if d and g is not None else g
         for g, d in zip(grads, dtypes, strict=True)
@@ -38,22 +77,28 @@ def narrowed(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 
 
 def stay_finite(variables: Sequence[Any], inner: Any, min_scale: float) -> bool:
-    """Whether gradients that are finite are so once they are divided, and cast.
+    """Whether finite gradients stay finite when they are unscaled, and cast.
 
-    Nothing else is looked at then: not their squares, for global clipping.
+    Then they may be checked before they are unscaled. With global clipping their
+    squares have to be finite, too.
     """
-    narrow = any(_narrow_dtype(v) for v in variables)
-    return min_scale >= 1 and not narrow and not clips_by_global_norm(inner)
+    half = any(_half_dtype(v) for v in variables)
+    return min_scale >= 1 and not half and not _clips_by_global_norm(inner)
 
 
-def to_look_at(
+def checked_for(
     grads: Sequence[Any], variables: Sequence[Any], inner: Any
 ) -> tuple[Sequence[Any], Any]:
-    """What tells whether gradients are finite: they themselves, or their squares.
+    """What shows whether gradients are finite: the gradients, or their squares.
 
-    The second is the square of their norm, or None.
+    Global-norm clipping reads every gradient anyway: where it comes next, its sums of
+    squares show it at no cost. They overflow in float32 beyond 1.8e19, and Keras' norm
+    with them: such a step has to be skipped, too.
+
+    Returns:
+        A list, one tensor for each gradient, and the square of their norm or None.
     """
-    clipped = clips_by_global_norm(inner) and all(
+    clips = _clips_by_global_norm(inner) and all(
         g is None
         or (
             getattr(g, "dense_shape", None) is None
@@ -62,7 +107,20 @@ def to_look_at(
         )
         for g, v in zip(grads, variables, strict=True)
     )
-    return squares(grads) if clipped else (grads, None)
+    if not clips:
+        return grads, None
+    # The same operations as in Keras' `clip_by_global_norm`: XLA computes them once.
+    sums = [None if g is None else ops.sum(ops.square(g)) for g in grads]
+    return sums, ops.sum(ops.stack([s for s in sums if s is not None]))
+
+
+def _clips_by_global_norm(inner: Any) -> bool:
+    """Whether the next step takes the norm of these gradients, not of a sum of them."""
+    return bool(
+        getattr(inner, "global_clipnorm", None)
+        and not inner.clipnorm
+        and not inner.gradient_accumulation_steps
+    )
 
 
 def _overwrites(variable: Any) -> bool:
@@ -70,6 +128,6 @@ def _overwrites(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def _narrow_dtype(variable: Any) -> str | None:
+def _half_dtype(variable: Any) -> str | None:
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return dtype if dtype in ("float16", "bfloat16") else None

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.keras_seams import private
+
 # Arguments of every Keras optimizer, which files of older Keras versions store for the
 # wrapper too, at these values.
 _INNER_ARGUMENTS = {
@@ -95,7 +97,7 @@ def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
 def _is_keras_own(inner: Any, variables: Sequence[Any]) -> bool:
     """Whether an update runs Keras' code alone, whose every write is an `assign`."""
     parts = [inner, *getattr(inner, "optimizers", ())]
-    rates = [getattr(part, "_learning_rate", None) for part in parts]
+    rates = [private.learning_rate(part) for part in parts]
     constraints = [getattr(v, "constraint", None) for v in variables]
     return all(
         x is None or type(x).__module__.startswith("keras.src.")
@@ -110,10 +112,12 @@ def start_averages(inner_optimizer: Any) -> None:
     is skipped. The first applied step writes over them either way.
     """
     for optimizer in (inner_optimizer, *getattr(inner_optimizer, "optimizers", ())):
-        if optimizer.use_ema and not int(ops.copy(optimizer._iterations.value)):
+        if optimizer.use_ema and not int(
+            ops.copy(private.applied_steps(optimizer).value)
+        ):
             for average, variable in zip(
-                optimizer._model_variables_moving_average,
-                optimizer._trainable_variables,
+                private.averages(optimizer),
+                private.own_trainable(optimizer),
                 strict=True,
             ):
                 if average is not None:  # None for those overwritten by "gradients".

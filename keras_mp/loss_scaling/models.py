@@ -1,13 +1,13 @@
-"""Whether a model needs loss scaling, and its coming and going."""
+"""Loss scaling of models: whether one needs it, and how it comes and goes."""
 
 from typing import Any
 
 import keras
 from keras import ops
-from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from keras_mp.backends import engine
-from keras_mp.backends.train_logs import MONITORED, UNDERFLOW
+from keras_mp.backends.train_step import MONITORED, UNDERFLOW
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import summary
 from keras_mp.loss_scaling.inner_optimizer import wrapper_of
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
@@ -18,12 +18,12 @@ from keras_mp.policies.policy import HALF
 def computes_in_float16(model: Any) -> bool:
     """Does any layer of the model compute in float16?
 
-    Decided by the layers, never by a policy's name. The shell of a Functional or
-    Sequential model computes nothing; a subclassed model may.
+    The layers decide, never a policy's name. A Functional or Sequential model computes
+    nothing itself; a subclassed model may.
     """
     return any(
         layer.compute_dtype == "float16"
-        for layer in model._flatten_layers()
+        for layer in private.layers_in(model)
         if not (is_graph(layer) or isinstance(layer, keras.layers.InputLayer))
     )
 
@@ -32,15 +32,12 @@ def watched_for_underflow(model: Any) -> list[Any]:
     """The variables of float16 layers, if a monitor asks for underflowing gradients."""
     if vars(model).get(MONITORED) != UNDERFLOW:
         return []
-    layers = [x for x in model._flatten_layers() if x.compute_dtype == "float16"]
-    return [v for layer in layers for v in layer._trainable_variables]
+    layers = [x for x in private.layers_in(model) if x.compute_dtype == "float16"]
+    return [v for layer in layers for v in private.own_trainable(layer)]
 
 
 def losses_in_float32(losses: Any) -> Any:
-    """The losses that a layer adds, as the sum that a train step makes needs them.
-
-    TensorFlow adds no float16 to a float32.
-    """
+    """The losses that a layer adds, in float32: TensorFlow sums no mixed dtypes."""
 
     def cast(loss: Any) -> Any:
         is_half = getattr(loss, "dtype", None) is not None and (
@@ -74,7 +71,7 @@ def rescale_optimizer(model: Any) -> None:
     if isinstance(optimizer, LossScaleOptimizer) and not computes_in_float16(model):
         _set_optimizer(model, optimizer.inner_optimizer, wrapper=optimizer)
         # Files say what `compile` was given.
-        config = model._compile_config.config
+        config = private.compile_config(model)
         if config["optimizer"] is optimizer:
             config["optimizer"] = optimizer.inner_optimizer
     scale_optimizer(model)
@@ -85,12 +82,12 @@ def _needs_scaling(model: Any, optimizer: Any) -> bool:
         isinstance(optimizer, keras.optimizers.Optimizer)
         and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         and optimizer.loss_scale_factor is None
-        and model._compile_config.config.get("auto_scale_loss", True)
+        and private.compile_config(model).get("auto_scale_loss", True)
         and computes_in_float16(model)
     )
 
 
-@no_automatic_dependency_tracking
+@private.untracked
 def _set_optimizer(model: Any, optimizer: Any, wrapper: Any = None) -> None:
     # As in Keras' compile: without TensorFlow's attribute tracking.
     model.optimizer = optimizer

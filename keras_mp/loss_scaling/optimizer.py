@@ -1,7 +1,8 @@
-"""The optimizer wrapper: decides of a step, and calls the inner optimizer or not."""
+"""The optimizer wrapper: scales the loss, and applies a step or skips it."""
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,9 +10,15 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.loss_scaling.explicit_scaling import ExplicitScaling
-from keras_mp.loss_scaling.gradient_check import check_gradients
-from keras_mp.loss_scaling.gradients import divided, narrowed, stay_finite, to_look_at
+from keras_mp.keras_seams import private
+from keras_mp.loss_scaling import checkpoint, nonfinite
+from keras_mp.loss_scaling.gradients import (
+    as_variables,
+    check_gradients,
+    checked_for,
+    stay_finite,
+    unscaled,
+)
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
     ever_accumulates,
@@ -20,17 +27,21 @@ from keras_mp.loss_scaling.inner_optimizer import (
     start_averages,
     written_by,
 )
-from keras_mp.loss_scaling.rule import LossScaleRule
-from keras_mp.loss_scaling.skip_watch import SkipWatch
+from keras_mp.loss_scaling.rule import (
+    LossScaleRule,
+    LossScaleState,
+    check_whole_number,
+)
 from keras_mp.loss_scaling.stage import in_train_step
+from keras_mp.loss_scaling.state import LossScaling
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
-class LossScaleOptimizer(ExplicitScaling):
-    """Scales the loss so that float16 gradients neither vanish nor overflow.
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Scales the loss so that float16 gradients neither underflow nor overflow.
 
     The loss is multiplied by the scale before the backward pass, the gradients by its
     reciprocal, in float32, after it. A step whose gradients are not all finite is
@@ -46,7 +57,7 @@ class LossScaleOptimizer(ExplicitScaling):
     opt.apply(scaled_grads, variables)           # unscales, then applies or skips
     ```
 
-    or, where the gradients themselves are wanted, `grads = opt.unscale(scaled_grads)`,
+    or, where you want the gradients themselves, `grads = opt.unscale(scaled_grads)`,
     anything you like with them, then `opt.apply_gradients(zip(grads, variables))`. On
     JAX: `stateless_scale_loss`, `stateless_unscale` and `stateless_apply`.
 
@@ -63,8 +74,8 @@ class LossScaleOptimizer(ExplicitScaling):
         hysteresis: non-finite steps in a row before the scale backs off.
         max_consecutive_skips: raise `TrainingDivergedError` after so many skipped
             steps in a row; None never does. `fit` looks once in so many steps, or in a
-            hundred, so that no step waits for the device; a row of twice as many never
-            goes unseen. Compiled loops of your own call `raise_if_diverged`.
+            hundred, so that no step waits for the device; it never misses a row of
+            twice as many. Compiled loops of your own call `raise_if_diverged`.
         name: name of the optimizer.
 
     Raises:
@@ -107,12 +118,19 @@ class LossScaleOptimizer(ExplicitScaling):
             max_scale=max_scale,
             hysteresis=hysteresis,
         )
-        skip_watch = SkipWatch(max_consecutive_skips)
+        if max_consecutive_skips is not None:
+            check_whole_number("max_consecutive_skips", max_consecutive_skips)
         inner_optimizer = checked_inner(inner_optimizer)
 
-        super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name)
+        super().__init__(
+            inner_optimizer, initial_scale, dynamic_growth_steps, name=name
+        )
         self.max_consecutive_skips = max_consecutive_skips
-        self._remember(rule, skip_watch)
+        self._loss_scaling = LossScaling(rule, max_consecutive_skips, self._add_own)
+        # Their names in Keras' wrapper.
+        self.step_counter = self._loss_scaling.finite_steps
+        self.dynamic_scale = self._loss_scaling.scale
+        self._loads_inner = True
         hold(self, inner_optimizer)
 
     # Building --------------------------------------------------------------------
@@ -125,12 +143,116 @@ class LossScaleOptimizer(ExplicitScaling):
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         else:
-            self.inner_optimizer._check_variables_are_known(variables)
+            private.check_known(self.inner_optimizer, variables)
         with engine.outside_trace():
             start_averages(self.inner_optimizer)
         # Keras' wrapper would create its state once more: go to the base class.
         keras.optimizers.Optimizer.build(self, variables)
-        self._remember_counts(len(variables))
+        self._loss_scaling.build(len(variables))
+
+    def _add_own(self, value: Any, name: str) -> keras.Variable:
+        # autocast=False: under a float16 autocast scope a scale above 65504 would be
+        # read as infinity.
+        with keras.name_scope(self.name):
+            variable = keras.Variable(
+                value,
+                dtype="float32" if isinstance(value, float) else "int",
+                trainable=False,
+                autocast=False,
+                aggregation="only_first_replica",
+                name=name,
+            )
+        private.track(self, variable)
+        return variable
+
+    # Scaling and unscaling ---------------------------------------------------------
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies a loss by the loss scale, in float32.
+
+        Args:
+            loss: float tensor of any shape, or a callable that returns one.
+
+        Returns:
+            The scaled loss, float32 (float64 stays), same shape; a callable for a
+            callable.
+
+        Raises:
+            ValueError: inside a function that JAX traces, where the present scale
+                would become a constant: use `stateless_scale_loss`.
+        """
+        if callable(loss):
+            return lambda: self.scale_loss(loss())
+        engine.refuse_baking("scale_loss", "stateless_scale_loss")
+        return self._scale(loss, self.dynamic_scale.value)
+
+    def unscale(self, grads: Iterable[Any]) -> list[Any]:
+        """Multiplies gradients by the reciprocal of the scale, in float32.
+
+        Args:
+            grads: gradients of a scaled loss; None and sparse ones are allowed.
+
+        Returns:
+            A list of float32 gradients (float64 stays); None stays None, sparse stays
+            sparse. What is not finite is nan, so that no clipping can hide it.
+
+        Raises:
+            ValueError: if the gradients of this step were unscaled already.
+        """
+        engine.refuse_baking("unscale", "stateless_unscale")
+        return self._unscale(grads, self.dynamic_scale.value)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """`scale_loss` under its tf.keras name."""
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """`unscale` under its tf.keras name."""
+        return self.unscale(grads)
+
+    def stateless_scale_loss(
+        self, optimizer_variables: Sequence[Any], loss: Any
+    ) -> Any:
+        """`scale_loss` by the scale within `optimizer_variables`.
+
+        Args:
+            optimizer_variables: values of `optimizer.variables`, in their order.
+            loss: float tensor of any shape.
+        """
+        return self._scale(
+            loss, self._value_in(optimizer_variables, self.dynamic_scale)
+        )
+
+    def stateless_unscale(
+        self, optimizer_variables: Sequence[Any], grads: Iterable[Any]
+    ) -> list[Any]:
+        """`unscale` by the scale within `optimizer_variables`.
+
+        Args:
+            optimizer_variables: values of `optimizer.variables`, in their order.
+            grads: gradients of a scaled loss.
+        """
+        scale = self._value_in(optimizer_variables, self.dynamic_scale)
+        return self._unscale(grads, scale)
+
+    def _scale(self, loss: Any, scale: Any) -> Any:
+        self._loss_scaling.stage.scaled(engine.is_tracing())
+        loss, scale = ops.convert_to_tensor(loss), ops.convert_to_tensor(scale)
+        # In float16 the product would overflow at once.
+        double = keras.backend.standardize_dtype(loss.dtype) == "float64"
+        loss = ops.cast(loss, "float64" if double else "float32")
+        # A loss that is not finite may have gradients that are, a mean absolute error
+        # of infinity for one. A scale of nan makes them nan: the step is skipped.
+        value = ops.stop_gradient(loss)
+        return ops.multiply(loss, ops.cast(scale, loss.dtype) + (value - value))
+
+    def _unscale(self, grads: Iterable[Any], scale: Any) -> list[Any]:
+        self._loss_scaling.stage.unscaled(engine.is_tracing())
+        grads = list(grads)
+        own = private.own_trainable(self)
+        variables = own if len(grads) == len(own) else [None] * len(grads)
+        self._loss_scaling.underflow.look(grads, variables)
+        return engine.nonfinite_to_nan(unscaled(grads, variables, scale))
 
     # Applying --------------------------------------------------------------------
 
@@ -165,52 +287,40 @@ class LossScaleOptimizer(ExplicitScaling):
             return
         engine.refuse_baking("apply", "stateless_apply")
         engine.check_strategy(self.variables, self.built)
-        if trainable_variables is None and not self.built:
-            raise ValueError(
-                "`trainable_variables` must be given to an optimizer that is not "
-                "built. Received: trainable_variables=None. Or call "
-                "`optimizer.build(trainable_variables)` first."
-            )
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables
-        variables = list(trainable_variables)
-        check_gradients(grads, variables)
-        if self.built:
-            self._check_variables_are_known(variables)
-        else:
-            with keras.name_scope(self.name):
-                self.build(variables)
+        variables = self._variables_for(grads, trainable_variables)
+        scaling, inner = self._loss_scaling, self.inner_optimizer
         tracing = engine.is_tracing()
         update = functools.partial(self._update, variables)
-        if self._stage.take(tracing):
-            self.underflow_watch.look(grads, variables)
-            if stay_finite(variables, self.inner_optimizer, self.rule.min_scale):
+        if scaling.stage.take(tracing):
+            scaling.underflow.look(grads, variables)
+            if stay_finite(variables, inner, scaling.rule.min_scale):
                 # Where they are written: TensorFlow's graphs reuse their memory there.
                 update = functools.partial(self._update, variables, scaled=True)
             else:
-                grads = divided(grads, variables, self.dynamic_scale.value)
-        narrow = narrowed(grads, variables)
-        accumulates = ever_accumulates(self.inner_optimizer)
+                grads = unscaled(grads, variables, self.dynamic_scale.value)
+        narrow = as_variables(grads, variables)
+        accumulates = ever_accumulates(inner)
         if accumulates:
             # Keras adds them to accumulators of that dtype, in branches of a `cond`,
             # where neither JAX nor TensorFlow adds float32 to float16.
             grads = narrow
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
-        found, norm = to_look_at(narrow, variables, self.inner_optimizer)
+        found, norm = checked_for(narrow, variables, inner)
         codes = engine.nonfinite([*found, norm, loss])
-        eager = not (tracing or keras.src.backend.in_stateless_scope())
-        finite, after = self._decide(codes, variables, eager)
-        applied = engine.update_if(
+        eager = not tracing and private.get_stateless_scope() is None
+        places = [private.index_in(self, v) for v in variables]
+        applied = private.applied_steps(inner).value
+        finite, after = scaling.decide(codes, places, applied, eager)
+        ran = engine.update_if(
             finite,
             update,
             grads,
-            written=functools.partial(written_by, self.inner_optimizer, variables),
+            written=functools.partial(written_by, inner, variables),
             branches=accumulates,
         )
-        if applied is False and self.skip_watch.state_before_skip is None:
-            before = [ops.copy(v.value) for v in self.state_variables]
-            self.skip_watch.state_before_skip = before
+        if ran is False:
+            scaling.note_skip()
         for variable, value in after:
             variable.assign(value)
         # `fit` looks by itself, once it has put back what the step changed.
@@ -223,16 +333,34 @@ class LossScaleOptimizer(ExplicitScaling):
         self.apply([g for g, _ in pairs], [v for _, v in pairs])
         return self.iterations
 
+    def _variables_for(
+        self, grads: list[Any], trainable_variables: Sequence[Any] | None
+    ) -> list[Any]:
+        """The variables of these gradients, checked; builds the optimizer with them."""
+        if trainable_variables is None and not self.built:
+            raise ValueError(
+                "`trainable_variables` must be given to an optimizer that is not "
+                "built. Received: trainable_variables=None. Or call "
+                "`optimizer.build(trainable_variables)` first."
+            )
+        if trainable_variables is None:
+            trainable_variables = private.own_trainable(self)
+        variables = list(trainable_variables)
+        check_gradients(grads, variables)
+        if self.built:
+            private.check_known(self, variables)
+        else:
+            with keras.name_scope(self.name):
+                self.build(variables)
+        return variables
+
     def _update(
         self, variables: Sequence[Any], grads: Sequence[Any], scaled: bool = False
     ) -> None:
         if scaled:
-            scale = self.dynamic_scale.value
-            in_place = not keras.src.backend.in_stateless_scope()
-            grads = divided(grads, variables, scale, in_place)
+            in_place = private.get_stateless_scope() is None
+            grads = unscaled(grads, variables, self.dynamic_scale.value, in_place)
         self.inner_optimizer.apply(grads, variables)
-
-    # Stateless use ---------------------------------------------------------------
 
     def stateless_apply(
         self,
@@ -259,15 +387,140 @@ class LossScaleOptimizer(ExplicitScaling):
             self, optimizer_variables, _GradientsOf(grads, loss), trainable_variables
         )
 
+    def stateless_undo_skipped(
+        self, optimizer_variables: Sequence[Any], before: Any, after: Any
+    ) -> Any:
+        """What a step changed beside the weights, unless the step was skipped.
+
+        ```python
+        trainable, state = opt.stateless_apply(state, grads, trainable)
+        non_trainable = opt.stateless_undo_skipped(state, non_trainable, updated)
+        ```
+
+        Args:
+            optimizer_variables: as `stateless_apply` returned them.
+            before: a structure of tensors from before the step: the statistics of
+                normalisation, the state of metrics.
+            after: the same structure from after it.
+
+        Returns:
+            `after` if the step was applied, `before`, bit for bit, if not.
+        """
+        counter = self._loss_scaling.consecutive_skips
+        applied = ops.equal(self._value_in(optimizer_variables, counter), 0)
+        return keras.tree.map_structure(
+            lambda old, new: ops.where(applied, new, old), before, after
+        )
+
+    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
+        optimizer_variables = list(optimizer_variables)
+        if len(optimizer_variables) != len(self.variables):
+            raise ValueError(
+                "`optimizer_variables` must hold one value for each of "
+                f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
+                f"for {len(self.variables)} variables."
+            )
+        index = next(i for i, v in enumerate(self.variables) if v is variable)
+        return optimizer_variables[index]
+
+    # What came of it ---------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale, a float32 scalar."""
+        return ops.copy(self.dynamic_scale.value)
+
+    @property
+    def skipped_steps(self) -> Any:
+        """How many steps were skipped so far, an integer scalar."""
+        return ops.copy(self._loss_scaling.skipped_steps.value)
+
+    @property
+    def consecutive_skips(self) -> Any:
+        """How many steps were skipped since the last finite one, an integer scalar."""
+        return ops.copy(self._loss_scaling.consecutive_skips.value)
+
+    @property
+    def last_step_finite(self) -> Any:
+        """Was the last step applied? A bool scalar, True before the first step."""
+        return ops.equal(self._loss_scaling.consecutive_skips.value, 0)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those within a `MultiOptimizer`; an AttributeError within any other.
+
+        Keras' callbacks for learning rates ask for it, and set each one's rate.
+        """
+        return self.inner_optimizer.optimizers
+
+    def nonfinite_report(self) -> list[nonfinite.NonfiniteGradient]:
+        """Which variables had gradients that were not finite, most often first.
+
+        Returns:
+            One `NonfiniteGradient(path, count, first_step, kind)` for each such
+            variable: in how many steps, in which first (counted from 1, skipped ones
+            included), and whether "inf" or "nan" was among them ("inf, nan" for both).
+
+        Raises:
+            ValueError: if the optimizer is not built.
+        """
+        if not self.built:
+            raise ValueError(
+                "`nonfinite_report` needs a built optimizer. Received: one that has "
+                "neither been built nor applied."
+            )
+        counts = self._loss_scaling.nonfinite_counts
+        return nonfinite.report(counts, private.own_trainable(self))
+
+    def raise_if_diverged(
+        self, optimizer_variables: Sequence[Any] | None = None
+    ) -> None:
+        """Looks at the skipped steps: warns, or raises, if no scale can mend them.
+
+        Warns once of broken steps, whose loss was not finite or whose gradients were
+        not at the lowest scale. Reads the device, so it waits for the steps under way.
+        `fit` and eager `apply` call it by themselves.
+
+        Args:
+            optimizer_variables: in a stateless loop, the values of
+                `optimizer.variables`, in their order.
+
+        Raises:
+            TrainingDivergedError: after `max_consecutive_skips` skips in a row.
+        """
+        if not self.built:
+            return
+        if optimizer_variables is None:
+            optimizer_variables = [v.value for v in self.variables]
+        values = dict(zip(map(id, self.variables), optimizer_variables, strict=True))
+        scaling = self._loss_scaling
+        scaling.skips.look(
+            LossScaleState(*(values[id(v)] for v in scaling.variables)),
+            values[id(private.applied_steps(self.inner_optimizer))],
+            values[id(scaling.nonfinite_counts)],
+            private.own_trainable(self),
+        )
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Ends a `fit`: as Keras does, and looks at the last skips."""
+        if sys.exc_info()[0] is not None:  # An exception under way comes first.
+            super().finalize_variable_values(var_list)
+            return
+        # Before the first applied step the averages of `use_ema` average nothing.
+        if int(ops.copy(private.applied_steps(self.inner_optimizer).value)):
+            super().finalize_variable_values(var_list)
+        self.raise_if_diverged()
+
     # Saving ----------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
         """Keras' four keys, and those of ours that differ from their default."""
         config = super().get_config()
+        rule = self._loss_scaling.rule
         ours = {
-            f.name: getattr(self.rule, f.name)
-            for f in dataclasses.fields(self.rule)
-            if f.name not in config and getattr(self.rule, f.name) != f.default
+            f.name: getattr(rule, f.name)
+            for f in dataclasses.fields(rule)
+            if f.name not in config and getattr(rule, f.name) != f.default
         }
         if self.max_consecutive_skips is not None:
             ours["max_consecutive_skips"] = self.max_consecutive_skips
@@ -283,6 +536,32 @@ class LossScaleOptimizer(ExplicitScaling):
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes Keras' own layout, with the counters it does not have by name."""
+        self._loads_inner = True
+        checkpoint.save(self, self._loss_scaling, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what ours, Keras' wrapper, or the inner optimizer alone has saved.
+
+        Raises:
+            ValueError: if that is damaged. Nothing is changed then.
+        """
+        self._loads_inner = False
+        self._loads_inner = checkpoint.load(self, self._loss_scaling, store)
+        self._loss_scaling.resume()
+
+    def __dir__(self) -> list[str]:
+        # Keras' saving goes on to what dir() names. After a refused checkpoint it must
+        # not: it would load the inner optimizer, of which it writes a second copy.
+        hidden = [] if self._loads_inner else ["inner_optimizer"]
+        return [name for name in super().__dir__() if name not in hidden]
+
+
+def loss_scaling_of(optimizer: Any) -> LossScaling | None:
+    """The state of loss scaling of an optimizer; None if it is not ours."""
+    return getattr(optimizer, "_loss_scaling", None)
 
 
 class _GradientsOf(list):

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scaling.nonfinite import named, newest
-from keras_mp.loss_scaling.rule import LossScaleState, check_whole_number
+from keras_mp.loss_scaling.rule import LossScaleState
 
 
 class SkipWatch:
@@ -18,20 +18,13 @@ class SkipWatch:
 
     Args:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
-
-    Attributes:
-        state_before_skip: on torch, the values of the state before the first skipped
-            step. Whoever waits for the next sets it to None.
     """
 
     def __init__(self, max_consecutive_skips: int | None) -> None:
-        if max_consecutive_skips is not None:
-            check_whole_number("max_consecutive_skips", max_consecutive_skips)
         self.max_consecutive_skips = max_consecutive_skips
         # `fit` looks once in so many steps: a row of twice as many never goes unseen.
         self.interval = min(max_consecutive_skips or 100, 100)
         self._warned = False
-        self.state_before_skip: list[Any] | None = None
         self.resume(skipped_steps=0, broken_steps=0)
 
     def resume(self, skipped_steps: int, broken_steps: int) -> None:

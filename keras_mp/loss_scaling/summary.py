@@ -1,7 +1,7 @@
-"""What became of each optimizer that a program compiled a model with.
+"""The final numbers of each optimizer that a program compiled a model with.
 
-Off until `start`: `keras-mp run` wants the final numbers of optimizers that the script
-may have dropped by then, so their counters, a few scalars, are held here.
+`keras-mp run` prints them. The script may have dropped its optimizers by then, so their
+counters, a few scalars, are kept here from `start` on.
 """
 
 import dataclasses
@@ -9,6 +9,9 @@ from typing import Any
 
 import keras
 from keras import ops
+
+from keras_mp.keras_seams import private
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
 
 @dataclasses.dataclass
@@ -39,21 +42,22 @@ _entries: dict[int, Entry] | None = None
 
 
 def start() -> None:
-    """Notes every optimizer from here on, and forgets those before."""
+    """Keeps every optimizer from here on, and forgets those before."""
     global _entries
     _entries = {}
 
 
 def note(optimizer: Any) -> None:
-    """Takes down an optimizer, once; one that is wrapped, with its wrapper."""
+    """Keeps the counters of an optimizer, and of its wrapper."""
     if _entries is None or not isinstance(optimizer, keras.optimizers.Optimizer):
         return
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    _entries[id(inner._iterations)] = Entry(
+    steps, scaling = private.applied_steps(inner), loss_scaling_of(optimizer)
+    _entries[id(steps)] = Entry(
         name=inner.name,
-        iterations=inner._iterations,
+        iterations=steps,
         loss_scale=getattr(optimizer, "dynamic_scale", None),
-        skipped_steps=getattr(optimizer, "skip_counter", None),
+        skipped_steps=scaling.skipped_steps if scaling else None,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import (
     children_of,
     copies_children,
@@ -53,7 +54,7 @@ def choose_by_class(layer: Any) -> None:
     Some layers use their policy before their first call: to adapt to data.
     """
     # A layer whose `__init__` has not called Keras' has no policy yet.
-    chooser = chooser_of(getattr(layer, "_dtype_policy", None))
+    chooser = chooser_of(getattr(layer, private.DTYPE_POLICY, None))
     if chooser is not None:
         for rule in chooser.rules:
             if isinstance(rule.applies, tuple) and rule.matches(layer):
@@ -89,12 +90,12 @@ def _choose_by_map(layer: Any) -> None:
     path = layer_path(layer)
     if IN_FILES + path in layer.dtype_policy:
         # The map has no entries for the parts of this layer that have no path.
-        for part in filter(has_map, layer._flatten_layers()):
-            vars(part)["_dtype_policy"] = FLOAT32
+        for part in filter(has_map, private.layers_in(layer)):
+            private.set_policy(part, FLOAT32)
             _set(part, Decision(FLOAT32, STORED))
     elif not layer.path:
         # Keras sets the path after it has cast the inputs, and for some layers never.
-        vars(layer)["_path"] = path
+        private.set_path(layer, path)
 
 
 @contextlib.contextmanager
@@ -130,7 +131,7 @@ def _carry_out(layer: Any, decision: Decision) -> None:
     if not (decision.includes_children or isinstance(layer, OPAQUE)):
         return
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
-    for child in layer._flatten_layers(include_self=False):
+    for child in private.layers_in(layer, itself=False):
         policy = policy_of(child)
         if (
             policy is before

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import keras
 
-from keras_mp.backends import devices as probe
+from keras_mp.backends import engine
 from keras_mp.backends.devices import Device
 
 TENSOR_CORES = (7, 0)
@@ -52,7 +52,7 @@ def recommended_policy() -> Recommendation:
     tensor cores need compute capability 7.0 (Volta) or higher.
     """
     try:
-        devices = probe.list_devices()
+        devices = engine.list_devices()
     # Drivers and plugins raise what they like, and whatever it is, a program
     # that asked for advice must not die of it.
     except Exception as failure:

@@ -9,20 +9,20 @@ layer computes in float32. Each layer casts its own inputs; a model need not.
 from typing import Any
 
 import keras
-from keras.src import backend
-from keras.src.models.functional import Functional
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, is_half
 
 
 def keep_input_dtypes(layer: Any) -> None:
     """Takes Keras' cast of the inputs off a half-precision model that has no graph."""
-    if isinstance(layer, keras.Model) and not isinstance(layer, Functional):
+    if isinstance(layer, keras.Model) and not isinstance(layer, private.Functional):
         half = is_half(policy_of(layer))
         if half or keeps_input_dtypes(layer):
             layer._keras_mp_keeps_input_dtypes = half
-            layer._convert_input_args = not half  # As Functional models have it.
+            # False, as in a Functional model.
+            setattr(layer, private.CONVERT_INPUTS, not half)
 
 
 def keeps_input_dtypes(layer: Any) -> bool:
@@ -42,23 +42,28 @@ def _tensor(x: Any) -> Any:
     ):
         return tensor
     cast = FLOAT32.convert_input(tensor, True, "float32")
-    mask = backend.get_keras_mask(x)
+    mask = private.get_keras_mask(x)
     if mask is not None:
-        backend.set_keras_mask(cast, mask)
+        private.set_keras_mask(cast, mask)
     return cast
 
 
 def put_float32_input(model: Any, input_shape: Any) -> None:
     """Gives a Sequential model the Input that Keras would, but in float32."""
-    first = model._layers[0] if model._layers else None
+    layers = private.sequential_layers(model)
+    first = layers[0] if layers else None
     if isinstance(first, (keras.layers.InputLayer, type(None))):
         return
     if not is_half(policy_of(first)):
         return
-    try:
-        shape = backend.standardize_shape(input_shape)
-    except (TypeError, ValueError):
+    if not _is_shape(input_shape):
         return  # Several inputs: Keras builds no graph either.
-    model._layers = [keras.layers.InputLayer(batch_shape=shape, dtype="float32")] + (
-        model._layers
-    )
+    inputs = keras.layers.InputLayer(batch_shape=tuple(input_shape), dtype="float32")
+    private.set_sequential_layers(model, [inputs, *layers])
+
+
+def _is_shape(shape: Any) -> bool:
+    """Is it the shape of one tensor? Its sizes are numbers, None, or symbols of JAX."""
+    if isinstance(shape, (dict, str)) or not hasattr(shape, "__iter__"):
+        return False
+    return not any(isinstance(size, (tuple, list, dict, str)) for size in shape)

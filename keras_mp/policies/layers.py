@@ -5,20 +5,20 @@ import inspect
 from typing import Any
 
 import keras
-from keras.src.backend.common.name_scope import current_path
-from keras.src.models.functional import Functional
+
+from keras_mp.keras_seams import private
 
 layers = keras.layers
 
 
 def is_graph(layer: Any) -> bool:
     """Is the layer a Sequential or Functional model, which computes nothing itself?"""
-    return isinstance(layer, (keras.Sequential, Functional))
+    return isinstance(layer, (keras.Sequential, private.Functional))
 
 
 def children_of(layer: Any) -> list[Any]:
     """The layers that a layer holds, not those that they hold in turn."""
-    children = layer._flatten_layers(include_self=False, recursive=False)
+    children = private.layers_in(layer, itself=False, nested=False)
     return [child for child in children if not isinstance(child, layers.InputLayer)]
 
 
@@ -48,7 +48,7 @@ def layer_path(layer: Any) -> str:
         return layer.path
     if noted := vars(layer).get("_keras_mp_path"):
         return noted
-    scope = current_path()
+    scope = private.current_path()
     return f"{scope}/{layer.name}" if scope else layer.name
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import keep_output_in_float32
 from keras_mp.policies.layers import is_graph
 
@@ -26,19 +26,18 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
 def _output_layers(model: Any) -> Iterator[Any]:
     if isinstance(model, keras.Sequential) and model.layers:
         yield from _leaves(model.layers[-1])
-    elif isinstance(model, Functional):
+    elif isinstance(model, private.Functional):
         for tensor in model.outputs:
             yield from producers(tensor)
 
 
 def producers(tensor: Any) -> Iterator[Any]:
     """The layers whose values a tensor is made of, seen through plain operations."""
-    operation = tensor._keras_history.operation
+    operation, call = private.origin(tensor)
     if isinstance(operation, keras.layers.Layer):
         yield from _leaves(operation)
         return
-    node = operation._inbound_nodes[tensor._keras_history.node_index]
-    for argument in node.input_tensors:
+    for argument in private.calls_of(operation)[call].input_tensors:
         yield from producers(argument)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, layer_path, policy_of
 from keras_mp.policies.policy import MixedPolicy, chooser_of
@@ -31,7 +31,7 @@ def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
             # Keras opens a layer outside of its model, where it has another path.
             return _stock(policy_of(layer))
         entries = {path: _stock(policy[path]) for path in policy}
-        default = _stock(policy._default_policy_arg)
+        default = _stock(private.default_in_map(policy))
         return keras.dtype_policies.DTypePolicyMap(default, entries)
     return None
 
@@ -43,7 +43,7 @@ def _stock(policy: Any) -> Any:
 
 def own_get_config(model_class: type) -> type | None:
     """The class outside of Keras that defines a Functional class' `get_config`."""
-    if not issubclass(model_class, Functional):
+    if not issubclass(model_class, private.Functional):
         return None
     definer = next(c for c in model_class.__mro__ if "get_config" in vars(c))
     return None if definer.__module__.startswith("keras.src.") else definer
@@ -68,27 +68,27 @@ def _stock_policies(model: Any) -> Iterator[None]:
         return
     policy = _stock_policy(model, keras.DTypePolicy(str(chooser.name)))
     # A task of KerasHub holds a backbone, and stores the policy of both.
-    models = [m for m in model._flatten_layers() if isinstance(m, Functional)]
-    before = [(vars(m), m._dtype_policy) for m in models if chooser_of(policy_of(m))]
-    for attributes, _ in before:
-        attributes["_dtype_policy"] = policy
+    models = [m for m in private.layers_in(model) if isinstance(m, private.Functional)]
+    before = [(m, m.dtype_policy) for m in models if chooser_of(policy_of(m))]
+    for each, _ in before:
+        private.set_policy(each, policy)
     try:
         yield
     finally:
-        for attributes, own in before:
-            attributes["_dtype_policy"] = own
+        for each, own in before:
+            private.set_policy(each, own)
 
 
 def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
     entries: dict[str, keras.DTypePolicy] = {}
     within: set[int] = set()
-    for layer in model._flatten_layers():  # Parents come before their children.
+    for layer in private.layers_in(model):  # Parents come before their children.
         decision = decision_for(layer)
         in_float32 = decision is not None and decision.rule is not None
         policy = policy_of(layer)
         if id(layer) in within:
             continue
-        parts = layer._flatten_layers()
+        parts = private.layers_in(layer)
         if in_float32 and not all(part.path for part in parts):
             # A map cannot name a layer without a path, such as a Dropout. So keras_mp
             # keeps this layer with all its parts in float32 when it opens the file.

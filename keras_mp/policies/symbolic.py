@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import KerasTensor
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import called_with, children_of, is_graph
 
 
@@ -27,7 +28,7 @@ def refresh(model: Any, changed: list[Any] | None = None) -> None:
     """
     stale = None if changed is None else {id(layer) for layer in changed}
     done: set[int] = set()
-    for layer in model._flatten_layers():
+    for layer in private.layers_in(model):
         if is_graph(layer):
             _refresh(layer, stale, done)
 
@@ -55,9 +56,9 @@ def nodes_of(layer: Any) -> Iterator[Any]:
                 yield from nodes_of(child)
         return
     graph = graph_of(layer)
-    nodes_by_depth = graph._nodes_by_depth if graph is not None else {}
-    for depth in sorted(nodes_by_depth, reverse=True):
-        for node in nodes_by_depth[depth]:
+    nodes = private.nodes_by_depth(graph) if graph is not None else {}
+    for depth in sorted(nodes, reverse=True):
+        for node in nodes[depth]:
             if not node.is_input:
                 yield node
                 if is_graph(node.operation):
@@ -66,7 +67,7 @@ def nodes_of(layer: Any) -> Iterator[Any]:
 
 def graph_of(model: Any) -> Any:
     """The graph of a model; None for a Sequential one that is not built."""
-    return model._functional if isinstance(model, keras.Sequential) else model
+    return private.graph_of(model) if isinstance(model, keras.Sequential) else model
 
 
 class SymbolicCallError(Exception):
@@ -97,8 +98,9 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
     # Copies, so that the graph does not see these calls.
     copies = {id(tensor): _copy(tensor) for tensor in graph.inputs}
     moved: set[int] = set()
-    for depth in sorted(graph._nodes_by_depth, reverse=True):
-        for node in graph._nodes_by_depth[depth]:
+    nodes = private.nodes_by_depth(graph)
+    for depth in sorted(nodes, reverse=True):
+        for node in nodes[depth]:
             if node.is_input or any(id(t) not in copies for t in node.input_tensors):
                 continue
             operation = node.operation
@@ -115,21 +117,19 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
             for tensor, copy in zip(node.outputs, outputs, strict=True):
                 if tensor.dtype != copy.dtype:
                     moved.add(id(tensor))
-                    tensor._dtype = copy.dtype
+                    private.set_symbolic_dtype(tensor, copy.dtype)
                 copies[id(tensor)] = copy
 
 
 def _copy(tensor: Any) -> KerasTensor:
-    copy = KerasTensor(tensor.shape, tensor.dtype, sparse=tensor.sparse)
-    copy._ragged = tensor.ragged
-    return copy
+    return KerasTensor(tensor.shape, tensor.dtype, tensor.sparse, tensor.ragged)
 
 
 def _call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTensor]:
-    nodes = len(operation._inbound_nodes)
+    nodes = len(private.calls_of(operation))
     try:
         return keras.tree.flatten(operation(*args, **kwargs))
     except Exception as error:
         raise SymbolicCallError(operation, error) from error
     finally:
-        del operation._inbound_nodes[nodes:]
+        del private.calls_of(operation)[nodes:]

@@ -1,4 +1,4 @@
-"""Gradients on JAX: unscaled, and looked at for what is not finite."""
+"""Gradients on JAX: unscaled, and checked for what is not finite."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from keras_mp.backends.codes import FINITE, NAN
-from keras_mp.backends.jax.equations import equation
+from keras_mp.backends.engine import FINITE, NAN
+from keras_mp.backends.jax.compilation import compiled
 from keras_mp.backends.split_reductions import split_axis
 
 # Gradients up to this many elements are checked together, so that the number of
@@ -23,11 +23,11 @@ FEW, SMALL_ELEMENTS = 8, 1024
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
+    """See `Engine.unscale`."""
     return _map_present(_unscale, grads, inverse_scale)
 
 
-@equation(lambda grads, inverse_scale: [_wide(g) for g in grads])
+@compiled
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
     wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
     # Once for each shape: XLA reads every line.
@@ -37,11 +37,11 @@ def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
 
 
 def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """Turns infinities into nan, which clipping by value cannot make finite again."""
+    """See `Engine.nonfinite_to_nan`."""
     return _map_present(_nonfinite_to_nan, grads)
 
 
-@equation(lambda grads: grads)
+@compiled
 def _nonfinite_to_nan(grads: list[Any]) -> list[Any]:
     return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
 
@@ -54,24 +54,20 @@ def _map_present(
     return [None if g is None else next(results) for g in grads]
 
 
-def _wide(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, _wide_dtype(x))
-
-
 def _wide_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:
-    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
+    """See `Engine.nonfinite`.
 
-    Outside a trace a NumPy array: whether to write is decided there in Python.
+    Outside a trace a NumPy array: there Python decides whether to write.
     """
     codes = _nonfinite(list(grads))
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
-@equation(lambda grads: jax.ShapeDtypeStruct((len(grads),), np.int8))
+@compiled
 def _nonfinite(grads: list[Any]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
@@ -164,8 +160,8 @@ def _code(bits: Any) -> Any:
 
 def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
     """The largest code, int8; the axes before the `first` stay."""
-    if parted := split_axis(x.shape, first):
-        shape, axis = parted
+    if split := split_axis(x.shape, first):
+        shape, axis = split
         x = lax.reduce(lax.reshape(x, shape), np.int32(0), lax.max, (axis,))
     codes = lax.convert_element_type(code(x), np.int8)
     return lax.reduce(codes, np.int8(0), lax.max, tuple(range(first, codes.ndim)))
@@ -178,7 +174,7 @@ _ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 
 
 def all_finite(codes: Any) -> Any:
-    """Bool scalar: is each of the codes FINITE?"""
+    """See `Engine.all_finite`."""
     if not isinstance(codes, jax.core.Tracer):
         return not codes.any()
     # With its opposite, each made of the other, which XLA leaves whole. One alone it
@@ -193,3 +189,15 @@ def all_finite(codes: Any) -> Any:
 def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     every = lax.bitwise_and(x[0], lax.bitwise_not(y[1]))
     return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))
+
+
+def is_summed_in_half(x1: Any, x2: Any) -> bool:
+    """Does JAX sum the gradient of a broadcast operand in half precision?"""
+    return (
+        # Outside of a trace nothing is differentiated.
+        (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
+        and isinstance(x1, jax.Array)
+        and isinstance(x2, jax.Array)
+        and x1.dtype == x2.dtype
+        and x1.dtype.name in ("float16", "bfloat16")
+    )

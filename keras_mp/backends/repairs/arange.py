@@ -1,5 +1,6 @@
-"""`arange` in float16 inside TensorFlow's graphs, for which there is no kernel."""
+"""`arange` in float16 inside TensorFlow's graphs, which have no kernel for it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,23 +8,19 @@ import keras
 from keras import ops
 
 
-def in_float16(arange: Callable) -> Callable:
-    """A Keras backend's `arange` that makes float16 numbers in float32 on TensorFlow.
+def made_in_float32(original: Callable) -> Callable:
+    """Makes float16 numbers in float32 and casts them, as Keras does outside graphs."""
 
-    Keras does so outside of graphs. Elsewhere it is the function itself.
-    """
-    if keras.backend.backend() != "tensorflow":
-        return arange
-
-    def operate(
+    @functools.wraps(original)
+    def arange(
         start: Any, stop: Any = None, step: Any = None, dtype: Any = None
     ) -> Any:
         if dtype is None or keras.backend.standardize_dtype(dtype) != "float16":
-            return arange(start, stop, step, dtype)
+            return original(start, stop, step, dtype)
         wide = (
             ops.cast(x, "float32") if hasattr(x, "dtype") else x
             for x in (start, stop, step)
         )
-        return ops.cast(arange(*wide, "float32"), "float16")
+        return ops.cast(original(*wide, "float32"), "float16")
 
-    return operate
+    return arange

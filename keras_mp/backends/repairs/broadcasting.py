@@ -1,10 +1,11 @@
 """Gradients of what is broadcast, a bias or a gain, summed in float32.
 
-Such a gradient is a sum over all positions. Where a backend makes it in the dtype of
-its terms it stalls: in bfloat16 at 256 times the size of a term, in float16 at 2048.
-On CPUs both JAX and TensorFlow do so.
+Such a gradient is a sum over all positions. A backend that makes it in half precision
+stalls: in bfloat16 at 256 times the size of a term, in float16 at 2048. On CPUs both
+JAX and TensorFlow do so.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,68 +15,38 @@ from keras import ops
 HALF = ("float16", "bfloat16")
 
 
-def summed_in_float32(operation: Callable) -> Callable:
-    """A Keras backend's `add`, `subtract` or `multiply` with right sums of gradients.
+def repairs(
+    is_summed_in_half: Callable[[Any, Any], bool],
+) -> dict[str, Callable[[Callable], Callable]]:
+    """Wrappers of `add`, `subtract` and `multiply` whose gradients do not stall.
 
-    What is broadcast in half precision is broadcast in float32 and rounded back, which
-    changes nothing; the gradient of that is a sum in float32. Compiled it is free.
-    Elsewhere than on JAX and TensorFlow it is the function itself.
+    They broadcast half-precision operands in float32 and cast them back, which changes
+    no value; the gradient of a broadcast in float32 is a sum in float32. Compiled it
+    costs nothing.
+
+    Args:
+        is_summed_in_half: whether the backend would sum the gradient of an operation on
+            these two in half precision.
     """
-    make = _STALLS.get(keras.backend.backend())
-    if make is None:
+
+    def wrap(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def operation(x1: Any, x2: Any) -> Any:
+            # A variable has the dtype of its autocast scope.
+            if isinstance(x1, keras.Variable):
+                x1 = x1.value
+            if isinstance(x2, keras.Variable):
+                x2 = x2.value
+            if is_summed_in_half(x1, x2):
+                x1, x2 = _broadcast(x1, x2), _broadcast(x2, x1)
+            return original(x1, x2)
+
         return operation
-    stalls = make()
 
-    def operate(x1: Any, x2: Any) -> Any:
-        # A variable has the dtype of its autocast scope.
-        if isinstance(x1, keras.Variable):
-            x1 = x1.value
-        if isinstance(x2, keras.Variable):
-            x2 = x2.value
-        if stalls(x1, x2):
-            x1, x2 = _wide(x1, x2), _wide(x2, x1)
-        return operation(x1, x2)
-
-    return operate
+    return dict.fromkeys(("add", "subtract", "multiply"), wrap)
 
 
-def _on_jax() -> Callable[[Any, Any], bool]:
-    from jax import Array
-    from jax.core import Tracer
-
-    def stalls(x1: Any, x2: Any) -> bool:
-        return (
-            # Outside of a trace nothing is differentiated.
-            (isinstance(x1, Tracer) or isinstance(x2, Tracer))
-            and isinstance(x1, Array)
-            and isinstance(x2, Array)
-            and x1.dtype == x2.dtype
-            and x1.dtype.name in HALF
-        )
-
-    return stalls
-
-
-def _on_tensorflow() -> Callable[[Any, Any], bool]:
-    import tensorflow as tf
-
-    def stalls(x1: Any, x2: Any) -> bool:
-        return (
-            isinstance(x1, tf.Tensor)
-            and isinstance(x2, tf.Tensor)
-            and x1.dtype == x2.dtype
-            and x1.dtype.name in HALF
-            and None not in (x1.shape.rank, x2.shape.rank)
-            and not tf.config.list_physical_devices("GPU")
-        )
-
-    return stalls
-
-
-_STALLS = {"jax": _on_jax, "tensorflow": _on_tensorflow}
-
-
-def _wide(x: Any, other: Any) -> Any:
+def _broadcast(x: Any, other: Any) -> Any:
     """`x` in the shape of `other`, if that is what the operation makes of it."""
     sizes = zip(reversed(x.shape), reversed(other.shape), strict=False)
     if len(x.shape) > len(other.shape) or not all(a in (1, b) for a, b in sizes):

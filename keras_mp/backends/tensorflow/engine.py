@@ -10,171 +10,159 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.backends.tensorflow.gradients import (
-    all_finite,
-    compiled_by_xla,
-    nonfinite,
-    nonfinite_to_nan,
-    unscale,
+from keras_mp.backends.engine import Engine
+from keras_mp.backends.repairs import arange, attention, broadcasting
+from keras_mp.backends.tensorflow import (
+    devices,
+    differentiation,
+    gradients,
+    one_batch,
+    replicas,
 )
-from keras_mp.backends.tensorflow.replicas import check_strategy, on_any_replica
+from keras_mp.backends.tensorflow import private as tensorflow_private
 from keras_mp.backends.tensorflow.writes import written_where
-from keras_mp.backends.train_function import make_train_function
-from keras_mp.backends.train_logs import (
-    any_measured,
-    loss_is_finite,
-    with_scale,
-    without_step,
-)
-
-__all__ = [
-    "all_finite",
-    "build",
-    "check_strategy",
-    "compiled",
-    "is_tracing",
-    "make_train_function",
-    "nonfinite",
-    "optimizer_scope",
-    "optimizer_values",
-    "outside_trace",
-    "nonfinite_to_nan",
-    "refuse_baking",
-    "undo_skipped",
-    "unscale",
-    "update_if",
-]
+from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
+from keras_mp.keras_seams import private
 
 
-def is_tracing() -> bool:
-    """Whether we are inside a tf.function that is being traced."""
-    return not tf.executing_eagerly()
+class TensorFlowEngine(Engine):
+    """Steps are eager, graphs, or compiled by XLA; on one replica or several."""
 
+    unscale = staticmethod(gradients.unscale)
+    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
+    nonfinite = staticmethod(gradients.nonfinite)
+    all_finite = staticmethod(gradients.all_finite)
+    check_strategy = staticmethod(replicas.check_strategy)
+    run_by_batch = staticmethod(one_batch.run_by_batch)
+    differentiate = staticmethod(differentiation.differentiate)
+    list_devices = staticmethod(devices.list_devices)
+    measure_memory = staticmethod(devices.measure_memory)
+    why_no_memory = "TensorFlow counts the memory of GPUs alone"
 
-def compiled(
-    results: Callable, static: Sequence[int] = ()
-) -> Callable[[Callable], Callable]:
-    """The function itself: compiling is left to the `tf.function` it is called in."""
-    return lambda function: function
+    def is_tracing(self) -> bool:
+        """Are we inside a tf.function that is being traced?"""
+        return not tf.executing_eagerly()
 
+    def outside_trace(self) -> contextlib.AbstractContextManager:
+        return tf.init_scope()
 
-def outside_trace() -> contextlib.AbstractContextManager:
-    """Where variables are given their first values: not at each step of a graph."""
-    return tf.init_scope()
+    @contextlib.contextmanager
+    def optimizer_scope(self, model: Any) -> Iterator[None]:
+        # The strategy of the model; and outside of a trace, whose second run may be the
+        # one that shows which layers there are.
+        strategy = model.distribute_strategy
+        known = tf.distribute.has_strategy()
+        with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
+            yield
 
-
-def refuse_baking(what: str, remedy: str) -> None:
-    """Nothing to refuse: a traced function reads a tf.Variable anew at each call."""
-    return  # AutoGraph warns of a function that is a docstring alone.
-
-
-@contextlib.contextmanager
-def optimizer_scope(model: Any) -> Iterator[None]:
-    """Where the variables of a model's optimizer are created: its strategy's scope.
-
-    And outside of a trace, at whose second run it may be that layers become known.
-    """
-    strategy = model.distribute_strategy
-    known = tf.distribute.has_strategy()
-    with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
-        yield
-
-
-def update_if(
-    finite: tf.Tensor,
-    update: Callable[[list[Any]], None],
-    grads: list[Any],
-    written: Callable[[], Sequence[Any] | None],
-    branches: bool = False,
-) -> None:
-    """Runs `update(grads)` if `finite`, or takes back what it writes if not.
-
-    `written` says what that is, if all of it is known.
-    """
-    if tf.executing_eagerly() and not tf.distribute.has_strategy():
-        if finite:
-            update(grads)
-        return
-    # Of the rows of a table that are written a select would read all the others too.
-    sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
-    selects = compiled_by_xla() and not (sparse or tf.distribute.has_strategy())
-    known = written() if selects else None
-    if known is not None:
-        with written_where(finite, known):
-            update(grads)
-        return
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.cond(finite, lambda: update(grads), lambda: None)
-        return
-
-    def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
-        # All replicas agree, so the first one's flag is everyone's. The branch stands
-        # in the cross-replica context: `update` itself calls merge_call.
-        tf.cond(
-            strategy.experimental_local_results(finite)[0],
-            lambda: strategy.extended.call_for_each_replica(update, args=(grads,)),
-            lambda: None,
+    def update_if(
+        self,
+        finite: tf.Tensor,
+        update: Callable[[list[Any]], None],
+        grads: list[Any],
+        written: Callable[[], Sequence[Any] | None],
+        branches: bool = False,
+    ) -> None:
+        if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            if finite:
+                update(grads)
+            return
+        # A sparse gradient writes some rows of a table: a select would read them all.
+        sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+        selects = gradients.compiled_by_xla() and not (
+            sparse or tf.distribute.has_strategy()
         )
+        known = written() if selects else None
+        if known is not None:
+            with written_where(finite, known):
+                update(grads)
+            return
+        if tensorflow_private.supports_no_merge_call():
+            tf.cond(finite, lambda: update(grads), lambda: None)
+            return
 
-    context = tf.distribute.get_replica_context()
-    context.merge_call(across_replicas, args=(finite, grads))
+        def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
+            # All replicas agree, so the first one's flag is everyone's. The branch
+            # stands in the cross-replica context: `update` itself calls merge_call.
+            tf.cond(
+                strategy.experimental_local_results(finite)[0],
+                lambda: strategy.extended.call_for_each_replica(update, args=(grads,)),
+                lambda: None,
+            )
 
+        context = tf.distribute.get_replica_context()
+        context.merge_call(across_replicas, args=(finite, grads))
 
-def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
-    """None: `fit` leaves the optimizer's state in its variables."""
-    return None
+    def undo_skipped(
+        self, model: Any, scaling: Any, step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def undoing(data: Any) -> Any:
+            changing = model.non_trainable_variables + model.metrics_variables
+            variables = {id(v): v.value for v in changing}
+            before = [tf.identity(v) for v in variables.values()]
+            measured = any_measured([v.value for v in model.metrics_variables])
+            own = [v.value for v in scaling.variables]
+            blameless = scaling.after_broken_step([tf.identity(v) for v in own])
+            skips = scaling.skipped_steps.value
+            count = tf.identity(skips)
+            logs = step(data)
+            skipped = skips > count
+            # The loss of a replica's own share of the batch.
+            broken = skipped & replicas.on_any_replica(~loss_is_finite(logs))
+            for variable, value in zip(own, blameless, strict=True):
+                variable.assign(tf.where(broken, value, variable))
+            self.update_if(
+                skipped,
+                functools.partial(_put_back, variables.values()),
+                before,
+                written=lambda: changing,
+            )
+            # Keras on TensorFlow creates the variables of metrics in the first step.
+            new = [
+                m
+                for m in model.metrics
+                if any(id(v) not in variables for v in m.variables)
+            ]
 
+            def reset() -> None:
+                for metric in new:
+                    metric.reset_state()
 
-def undo_skipped(
-    model: Any, optimizer: Any, step: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps a train step so that one which the optimizer skips leaves no trace.
+            tf.cond(skipped, reset, lambda: None)
+            return logs_of_step(
+                model,
+                logs,
+                model.get_metrics_result(),
+                undone=skipped,
+                measured=measured,
+                scale=tf.identity(scaling.scale.value),
+                skipped_steps=tf.identity(scaling.skipped_steps.value),
+                underflow=scaling.underflow.take(),
+            )
 
-    Non-trainable variables, metrics and the logs made of them are what they were, and
-    so is the loss scale if the loss itself was not finite.
-    """
+        return undoing
 
-    def undoing(data: Any) -> Any:
-        changing = model.non_trainable_variables + model.metrics_variables
-        variables = {id(v): v.value for v in changing}
-        before = [tf.identity(v) for v in variables.values()]
-        measured = any_measured([v.value for v in model.metrics_variables])
-        own = [v.value for v in optimizer.state_variables]
-        blameless = optimizer.state_after_broken_step([tf.identity(v) for v in own])
-        skips = optimizer.skip_counter.value
-        count = tf.identity(skips)
-        logs = step(data)
-        skipped = skips > count
-        # The loss of a replica's own share of the batch.
-        broken = skipped & on_any_replica(~loss_is_finite(logs))
-        for variable, value in zip(own, blameless, strict=True):
-            variable.assign(tf.where(broken, value, variable))
-        update_if(
-            skipped,
-            functools.partial(_put_back, variables.values()),
-            before,
-            written=lambda: changing,
-        )
-        # Keras on TensorFlow creates the variables of metrics within the first step.
-        new = [
-            m for m in model.metrics if any(id(v) not in variables for v in m.variables)
-        ]
+    def build(self, model: Any, data: Any) -> None:
+        # Keras on TensorFlow leaves it to the first step. The optimizer, and the
+        # variables that a skipped step must not touch, are known once it is built.
+        try:
+            private.build_from_batch(model, data)
+        except (RuntimeError, ValueError):
+            # A model that cannot be built so, of a `train_step` of the user's: let it.
+            pass
 
-        def reset() -> None:
-            for metric in new:
-                metric.reset_state()
+    def other_workers(self, model: Any) -> str:
+        strategy = model.distribute_strategy
+        if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+            return f"a model under {type(strategy).__name__}"
+        return ""
 
-        tf.cond(skipped, reset, lambda: None)
-        logs = without_step(logs, model.get_metrics_result(), skipped, measured)
-        return with_scale(
-            model,
-            logs,
-            optimizer.loss_scale,
-            optimizer.skipped_steps,
-            optimizer.underflow_watch.take(),
-        )
-
-    return undoing
+    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+        return {
+            "dot_product_attention": attention.scaled_first(),
+            "arange": arange.made_in_float32,
+            **broadcasting.repairs(gradients.is_summed_in_half),
+        }
 
 
 def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:
@@ -189,14 +177,4 @@ def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:
     tf.distribute.get_replica_context().merge_call(assign, args=(values,))
 
 
-def build(model: Any, data: Any) -> None:
-    """Builds a model from the data of its first train step, as other backends do.
-
-    Keras on TensorFlow leaves it to the step itself. Its optimizer and the variables
-    that a skipped step must not touch are known only once it is built.
-    """
-    try:
-        model._symbolic_build(data_batch=data)
-    except (RuntimeError, ValueError):
-        # A model that cannot be built so, of a `train_step` of the user's: let it.
-        pass
+engine = TensorFlowEngine()

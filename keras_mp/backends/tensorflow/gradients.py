@@ -1,14 +1,14 @@
-"""Gradients on TensorFlow: unscaled, and looked at for what is not finite."""
+"""Gradients on TensorFlow: unscaled, and checked for what is not finite."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from keras_mp.backends.codes import FINITE, NAN
+from keras_mp.backends.engine import FINITE, NAN
 from keras_mp.backends.split_reductions import split_axis
+from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.replicas import highest_of_all_replicas
 
 # Gradients up to this many elements are checked together, so that the number of
@@ -19,7 +19,7 @@ GROUPED_ELEMENTS = 64 * 1024
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
+    """See `Engine.unscale`."""
 
     def multiply(values: tf.Tensor) -> tf.Tensor:
         wide = tf.float64 if values.dtype == tf.float64 else tf.float32
@@ -29,7 +29,7 @@ def unscale(
 
 
 def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """Turns infinities into nan, which clipping by value cannot make finite again."""
+    """See `Engine.nonfinite_to_nan`."""
 
     def to_nan(values: tf.Tensor) -> tf.Tensor:
         nan = tf.constant(float("nan"), values.dtype)
@@ -48,7 +48,7 @@ def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
 
 
 def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
-    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),)."""
+    """See `Engine.nonfinite`."""
     grads = [_on_values(tf.convert_to_tensor, g) for g in grads]
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
@@ -62,8 +62,8 @@ def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
 
     if compiled_by_xla():
         return highest_of_all_replicas(exactly())
-    # The squares take one pass, in a single kernel. They overflow at 1.8e19: only then,
-    # or where a gradient is not finite, is each looked at.
+    # A sum of squares takes one pass, in a single kernel. It overflows at 1.8e19: only
+    # then, or where a gradient is not finite, is each checked on its own.
     squares = tf.add_n([_sum_of_squares(v) for v in values if v is not None])
     finite = tf.fill((len(grads),), tf.constant(FINITE, tf.int8))
     codes = tf.cond(tf.math.is_finite(squares), lambda: finite, exactly)
@@ -71,8 +71,8 @@ def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
 
 
 def compiled_by_xla() -> bool:
-    """Whether XLA compiles what is being traced."""
-    return GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    """Does XLA compile what is being traced?"""
+    return private.is_in_xla_context(tf.compat.v1.get_default_graph())
 
 
 def _together(grads: list[Any]) -> Any:
@@ -106,14 +106,14 @@ def _codes(values: Any) -> tf.Tensor:
     if values.shape.rank is None:
         values = tf.reshape(values, (1, -1))
     rows = _bits(values)
-    parted = rows.shape.is_fully_defined() and split_axis(rows.shape, first=1)
-    if parted:
-        shape, axis = parted
+    split = rows.shape.is_fully_defined() and split_axis(rows.shape, first=1)
+    if split:
+        shape, axis = split
         rows = tf.reduce_max(tf.reshape(rows, shape), axis)
     codes = tf.clip_by_value(rows, _BELOW, _BELOW + NAN) - _BELOW
     codes = tf.cast(codes, tf.int8)
     largest = tf.reduce_max(codes, axis=range(1, codes.shape.rank))
-    # Of no elements at all the maximum is the lowest integer.
+    # The maximum of an empty gradient is the lowest integer.
     return tf.maximum(largest, tf.constant(FINITE, tf.int8))
 
 
@@ -132,7 +132,19 @@ _BELOW = 0x7F7FFFFF
 
 
 def all_finite(codes: tf.Tensor) -> tf.Tensor:
-    """Bool scalar: is each of the codes FINITE?"""
+    """See `Engine.all_finite`."""
     # The square root keeps XLA from computing the whole reduction once more in each
     # of the selects that read the flag.
     return tf.sqrt(tf.reduce_sum(tf.cast(codes, tf.float32))) == 0
+
+
+def is_summed_in_half(x1: Any, x2: Any) -> bool:
+    """Does TensorFlow sum the gradient of a broadcast operand in half precision?"""
+    return (
+        isinstance(x1, tf.Tensor)
+        and isinstance(x2, tf.Tensor)
+        and x1.dtype == x2.dtype
+        and x1.dtype.name in ("float16", "bfloat16")
+        and None not in (x1.shape.rank, x2.shape.rank)
+        and not tf.config.list_physical_devices("GPU")
+    )

@@ -5,11 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.backends.codes import INFINITE, NAN
+from keras_mp.backends.engine import INFINITE, NAN
 
 
 def check_strategy(variables: Sequence[Any], built: bool) -> None:
-    """Raises where replicas would disagree on the optimizer's variables."""
+    """See `Engine.check_strategy`."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(

@@ -1,161 +1,145 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import distributed
 
-from keras_mp.backends.torch.gradients import (
-    all_finite,
-    highest_of_all_processes,
-    nonfinite,
-    nonfinite_to_nan,
-    unscale,
-)
-from keras_mp.backends.train_logs import (
-    any_measured,
-    loss_is_finite,
-    with_scale,
-    without_step,
-)
+from keras_mp.backends.engine import Engine
+from keras_mp.backends.torch import devices, differentiation, gradients
+from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
+from keras_mp.keras_seams import private
 
-__all__ = [
-    "all_finite",
-    "build",
-    "check_strategy",
-    "compiled",
-    "is_tracing",
-    "make_train_function",
-    "nonfinite",
-    "optimizer_scope",
-    "optimizer_values",
-    "outside_trace",
-    "nonfinite_to_nan",
-    "refuse_baking",
-    "undo_skipped",
-    "unscale",
-    "update_if",
-]
+_CPU, _GPU = "torch", "torch_cuda"
 
 
-def is_tracing() -> bool:
-    """Whether torch.compile is tracing us."""
-    return torch.compiler.is_compiling()
+class TorchEngine(Engine):
+    """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
 
+    unscale = staticmethod(gradients.unscale)
+    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
+    nonfinite = staticmethod(gradients.nonfinite)
+    all_finite = staticmethod(gradients.all_finite)
+    differentiate = staticmethod(differentiation.differentiate)
+    list_devices = staticmethod(devices.list_devices)
+    measure_memory = staticmethod(devices.measure_memory)
+    why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
 
-def compiled(
-    results: Callable, static: Sequence[int] = ()
-) -> Callable[[Callable], Callable]:
-    """The function itself: its lines cost little."""
-    return lambda function: function
+    def is_tracing(self) -> bool:
+        """Is torch.compile tracing us?"""
+        return torch.compiler.is_compiling()
 
+    def update_if(
+        self,
+        finite: torch.Tensor,
+        update: Callable[[list[Any]], None],
+        grads: list[Any],
+        written: Callable[[], Sequence[Any] | None],
+        branches: bool = False,
+    ) -> bool:
+        if finite:
+            update(grads)
+            return True
+        return False
 
-def outside_trace() -> contextlib.AbstractContextManager:
-    """Where variables are given their first values; torch is eager anyway."""
-    return contextlib.nullcontext()
+    def make_train_function(
+        self,
+        model: Any,
+        original: Callable,
+        force: bool,
+        wrap: Callable[[Callable], Callable],
+    ) -> None:
+        # Here Keras looks `train_step` up at each call: wrap what it made.
+        before = model.train_function
+        original(model, force)
+        if model.train_function is not before:
+            model.train_function = wrap(model.train_function)
 
+    def undo_skipped(
+        self, model: Any, scaling: Any, step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        # Frozen weights, which may be nearly all there are, are copied only if the step
+        # assigns to them: what torch itself writes into one is not put back.
+        def undoing(data: Any) -> Any:
+            frozen = _frozen_weights(model)
+            changing = model.non_trainable_variables + model.metrics_variables
+            before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
+            # `apply` notes it where it skips; to read its counter waits for the device.
+            scaling.before_skip = None
+            with _noting_writes(frozen.values(), before):
+                logs = step(data)
+            skipped = scaling.before_skip is not None
+            if skipped:
+                undo(logs, before.values())
+            return logs_of_step(
+                model,
+                logs,
+                model.get_metrics_result() if skipped else {},
+                undone=skipped,
+                measured=any_measured([v.value for v in model.metrics_variables])
+                if skipped
+                else False,
+                scale=scaling.scale.value.clone(),
+                skipped_steps=scaling.skipped_steps.value.clone(),
+                underflow=scaling.underflow.take(),
+            )
 
-def refuse_baking(what: str, remedy: str) -> None:
-    """Nothing to refuse: a compiled function reads a tensor anew at each call."""
-
-
-def check_strategy(variables: Sequence[Any], built: bool) -> None:
-    """Nothing to check: only TensorFlow has strategies."""
-
-
-def optimizer_scope(model: Any) -> contextlib.AbstractContextManager:
-    """No scope: only TensorFlow has strategies."""
-    return contextlib.nullcontext()
-
-
-def update_if(
-    finite: torch.Tensor,
-    update: Callable[[list[Any]], None],
-    grads: list[Any],
-    written: Callable[[], Sequence[Any] | None],
-    branches: bool = False,
-) -> bool:
-    """Runs `update(grads)` if `finite`; returns whether it is."""
-    if finite:
-        update(grads)
-        return True
-    return False
-
-
-def make_train_function(
-    model: Any, original: Callable, force: bool, wrap: Callable[[Callable], Callable]
-) -> None:
-    """Runs Keras' `make_train_function` and wraps what it made.
-
-    Here Keras looks `train_step` up at each call, not once.
-    """
-    before = model.train_function
-    original(model, force)
-    if model.train_function is not before:
-        model.train_function = wrap(model.train_function)
-
-
-def optimizer_values(args: Sequence[Any]) -> list[Any] | None:
-    """None: `fit` leaves the optimizer's state in its variables."""
-    return None
-
-
-def undo_skipped(
-    model: Any, optimizer: Any, step: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps a train step so that one which the optimizer skips leaves no trace.
-
-    Non-trainable variables, metrics and the logs made of them are what they were, and
-    so is the loss scale if the loss itself was not finite. Frozen weights, which may be
-    nearly all there are, are not copied unless the step assigns to them: what torch
-    itself writes into one, past Keras, is not put back.
-    """
-
-    def undoing(data: Any) -> Any:
-        frozen = _frozen_weights(model)
-        changing = model.non_trainable_variables + model.metrics_variables
-        before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
-        # `apply` notes it where it skips; to read its counter waits for the device.
-        optimizer.skip_watch.state_before_skip = None
-        with _noting_writes(frozen.values(), before):
-            logs = step(data)
-        own = optimizer.skip_watch.state_before_skip
-        if own is None:
-            return told(logs)
-        # All processes have skipped, so all are here to tell each other of their loss.
-        if highest_of_all_processes((~loss_is_finite(logs)).to(torch.int8)):
-            blameless = optimizer.state_after_broken_step(own)
-            for variable, value in zip(
-                optimizer.state_variables, blameless, strict=True
-            ):
+        def undo(logs: Any, before: Iterable[tuple[Any, torch.Tensor]]) -> None:
+            # All processes have skipped: all are here, and agree about their losses.
+            broken = (~loss_is_finite(logs)).to(torch.int8)
+            if gradients.highest_of_all_processes(broken):
+                blameless = scaling.after_broken_step(scaling.before_skip)
+                for variable, value in zip(scaling.variables, blameless, strict=True):
+                    variable.assign(value)
+            for variable, value in before:
                 variable.assign(value)
-        for variable, value in before.values():
-            variable.assign(value)
-        measured = any_measured([v.value for v in model.metrics_variables])
-        return told(without_step(logs, model.get_metrics_result(), True, measured))
 
-    def told(logs: Any) -> Any:
-        return with_scale(
-            model,
-            logs,
-            optimizer.loss_scale,
-            optimizer.skipped_steps,
-            optimizer.underflow_watch.take(),
-        )
+        return undoing
 
-    return undoing
+    def run_by_batch(
+        self,
+        train_function: Callable,
+        args: Any,
+        count: int,
+        before: Callable,
+        after: Callable,
+    ) -> Any:
+        ((batch,),) = args  # Keras on torch takes one batch in a call.
+        before(batch, None)
+        logs = train_function([batch])
+        after(None)
+        return logs
+
+    def other_workers(self, model: Any) -> str:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return ""
+        processes = distributed.get_world_size()
+        return f"{processes} processes" if processes > 1 else ""
+
+    def generator_states(self) -> dict[str, np.ndarray]:
+        states = {_CPU: torch.get_rng_state()}
+        if torch.cuda.is_available():
+            states[_GPU] = torch.cuda.get_rng_state()
+        return {name: state.numpy() for name, state in states.items()}
+
+    def set_generator_states(self, states: Mapping[str, np.ndarray]) -> None:
+        if _CPU in states:
+            torch.set_rng_state(torch.tensor(states[_CPU]))
+        if _GPU in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.tensor(states[_GPU]))
 
 
 def _with_value(variable: Any) -> tuple[Any, torch.Tensor]:
-    # Not `value`, which is half precision within a layer's call.
-    return variable, variable._value.detach().clone()
+    return variable, private.raw_value(variable).detach().clone()
 
 
 def _frozen_weights(model: Any) -> dict[int, Any]:
     """Weights that `trainable = False` on a layer keeps as they are, by their id."""
-    layers = model._flatten_layers()
-    weights = (v for layer in layers for v in layer._trainable_variables)
+    layers = private.layers_in(model)
+    weights = (v for layer in layers for v in private.own_trainable(layer))
     return {id(v): v for v in weights if not v.trainable}
 
 
@@ -166,7 +150,7 @@ def _noting_writes(
     """Adds a variable and its value to `before`, by its id, where it is assigned to."""
 
     def noting(variable: Any) -> Callable[[Any], None]:
-        write = variable._direct_assign
+        write = getattr(variable, private.WRITE)
 
         def assign(value: Any) -> None:
             if id(variable) not in before:
@@ -179,13 +163,12 @@ def _noting_writes(
         for variable in variables:
             # In place of the method of its class, and of this variable alone. A step
             # within a step finds that of the outer one.
-            outer = vars(variable).get("_direct_assign")
-            put_back = (setattr, variable, "_direct_assign", outer)
-            remove = (delattr, variable, "_direct_assign")
+            outer = vars(variable).get(private.WRITE)
+            put_back = (setattr, variable, private.WRITE, outer)
+            remove = (delattr, variable, private.WRITE)
             undone.callback(*(put_back if outer else remove))
-            variable._direct_assign = noting(variable)
+            setattr(variable, private.WRITE, noting(variable))
         yield
 
 
-def build(model: Any, *args: Any) -> None:
-    """Nothing to do: `fit` builds the model before the first step."""
+engine = TorchEngine()

@@ -1,4 +1,4 @@
-"""Gradients on torch: unscaled, and looked at for what is not finite."""
+"""Gradients on torch: unscaled, and checked for what is not finite."""
 
 import collections
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from keras_mp.backends.codes import INFINITE, NAN
+from keras_mp.backends.engine import INFINITE, NAN
 
 
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Multiplies each gradient by `inverse_scale` in float32; None stays None.
+    """See `Engine.unscale`.
 
-    What is the `.grad` of one of `variables` is multiplied where it is, as torch's own
-    GradScaler does it: a copy of all gradients costs more than the product.
+    The `.grad` of one of `variables` is multiplied in place, as by torch's GradScaler:
+    a copy of all gradients costs more than the product.
     """
     wide: list[Any] = [
         None if g is None else g.to(torch.promote_types(g.dtype, torch.float32))
@@ -46,7 +46,7 @@ def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
 
 
 def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """Turns infinities into nan, which clipping by value cannot make finite again."""
+    """See `Engine.nonfinite_to_nan`."""
     return [
         None if g is None else torch.where(torch.isfinite(g), g, torch.nan)
         for g in grads
@@ -54,15 +54,12 @@ def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
 
 
 def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
-    """The code of each gradient, of FINITE, INFINITE and NAN: int8, (len(grads),).
-
-    In any process: summed over all of them before anyone decides.
-    """
+    """See `Engine.nonfinite`; the codes are those of all processes."""
     present = [g for g in grads if g is not None]
     codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
     present = [g for g in present if g.is_floating_point()]  # A loss may be a number.
     # The norm takes one pass, in few kernels. Squares overflow at 1.8e19: only then, or
-    # where a gradient is not finite, is each looked at.
+    # where a gradient is not finite, is each checked on its own.
     if not torch.isfinite(torch.nn.utils.get_total_norm(present)):
         for index, grad in enumerate(grads):
             if grad is not None:
@@ -79,5 +76,5 @@ def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(codes: torch.Tensor) -> torch.Tensor:
-    """Bool scalar: is each of the codes FINITE?"""
+    """See `Engine.all_finite`."""
     return ~codes.any()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_mp.backends.random_generators import set_generator_states
+from keras_mp.backends import engine
 
 _SEEDS = "seeds"
 
@@ -35,7 +35,7 @@ def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
         )
     for seed, value in zip(seeds, values, strict=True):
         seed.assign(value.astype(seed.dtype))
-    set_generator_states(states)
+    engine.set_generator_states(states)
 
 
 def _seeds(model: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.backends import one_batch
+from keras_mp.backends import engine
 from keras_mp.diagnostics.breakpoint import model_or_weights
 from keras_mp.diagnostics.breakpoint.batch import Batch, tensors_of
 from keras_mp.diagnostics.breakpoint.folder import Overflow, read
@@ -23,6 +23,7 @@ from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
 from keras_mp.diagnostics.diagnosis.report import Report
 from keras_mp.errors import BreakpointError
 from keras_mp.loss_scaling.nonfinite import added, named
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -116,9 +117,9 @@ def replay(
     except ValueError as error:
         raise BreakpointError(f"{error}: {model_or_weights.REMEDY}") from error
     report = diagnosed(model, saved.batch)
-    before = ops.convert_to_numpy(optimizer.nonfinite_counts)
-    one_batch.step(model, data)
-    after = ops.convert_to_numpy(optimizer.nonfinite_counts)
+    before = ops.convert_to_numpy(loss_scaling_of(optimizer).nonfinite_counts)
+    engine.take_step(model, data)
+    after = ops.convert_to_numpy(loss_scaling_of(optimizer).nonfinite_counts)
     return Replay(saved.overflow, added(before, after, paths), report)
 
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_mp.backends.random_generators import generator_states, set_generator_states
+from keras_mp.backends import engine
 from keras_mp.diagnostics.breakpoint import model_or_weights
 from keras_mp.diagnostics.breakpoint.batch import Batch
 from keras_mp.diagnostics.breakpoint.folder import (
@@ -23,7 +23,7 @@ from keras_mp.diagnostics.breakpoint.folder import (
 from keras_mp.diagnostics.breakpoint.random_state import seeds_of
 from keras_mp.diagnostics.breakpoint.replay import diagnosed
 from keras_mp.loss_scaling.nonfinite import ROWS, added
-from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.loss_scaling.optimizer import LossScaleOptimizer, loss_scaling_of
 from keras_mp.loss_scaling.rule import LossScaleState
 
 
@@ -68,10 +68,15 @@ def scaling_of(model: Any, state: Any) -> Scaling | None:
         return None
     given = state[2] if state else [v.value for v in optimizer.variables]
     values = dict(zip(map(id, optimizer.variables), given, strict=True))
-    scaling = [ops.convert_to_numpy(values[id(v)]) for v in optimizer.state_variables]
+    scaling = [
+        ops.convert_to_numpy(values[id(v)])
+        for v in loss_scaling_of(optimizer).variables
+    ]
     counts = np.zeros((ROWS, 0))
     if optimizer.built:
-        counts = ops.convert_to_numpy(values[id(optimizer.nonfinite_counts)])
+        counts = ops.convert_to_numpy(
+            values[id(loss_scaling_of(optimizer).nonfinite_counts)]
+        )
     return Scaling(LossScaleState(*scaling), counts)
 
 
@@ -88,7 +93,9 @@ def save(
         epoch: counted from 1.
     """
     optimizer = model.optimizer
-    before = step.scaling or Scaling(optimizer.rule.initial_state(), np.zeros(0))
+    before = step.scaling or Scaling(
+        loss_scaling_of(optimizer).rule.initial_state(), np.zeros(0)
+    )
     if not before.counts.size:  # The step has built the optimizer.
         before = before._replace(counts=np.zeros_like(after.counts))
     paths = [v.path for v in optimizer._trainable_variables]
@@ -121,17 +128,18 @@ def _as_before(
     optimizer: LossScaleOptimizer, scaling: Scaling, drawn: Mapping[str, np.ndarray]
 ) -> Iterator[None]:
     """Puts back for a while what a skipped step has moved."""
-    own = [*optimizer.state_variables, optimizer.nonfinite_counts]
-    now, drawn_now = [ops.convert_to_numpy(v) for v in own], generator_states()
+    scaling = loss_scaling_of(optimizer)
+    own = [*scaling.variables, scaling.nonfinite_counts]
+    now, drawn_now = [ops.convert_to_numpy(v) for v in own], engine.generator_states()
     try:
         for variable, value in zip(own, [*scaling.state, scaling.counts], strict=True):
             variable.assign(value)
-        set_generator_states(drawn)
+        engine.set_generator_states(drawn)
         yield
     finally:
         for variable, value in zip(own, now, strict=True):
             variable.assign(value)
-        set_generator_states(drawn_now)
+        engine.set_generator_states(drawn_now)
 
 
 def _write_diagnosis(folder: pathlib.Path, model: Any, batch: Batch) -> None:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from keras_mp.backends.memory import WHY_NOT_MEASURED
+from keras_mp.backends import engine
 from keras_mp.diagnostics.comparison import spread
 from keras_mp.diagnostics.comparison.outcomes import Outcomes
 from keras_mp.diagnostics.comparison.spread import Difference, Ratio
@@ -25,7 +25,7 @@ def sentences_on(found: Outcomes) -> list[str]:
     )
     sentences.append(
         _cost("Peak memory", base, {p: found.memory(p) for p in others})
-        or f"Peak memory was not measured: {WHY_NOT_MEASURED[found.backend]}."
+        or f"Peak memory was not measured: {engine.why_no_memory}."
     )
     for policy in found.policies:
         if skips := sum(t.skipped_steps or 0 for t in found.of(policy)):

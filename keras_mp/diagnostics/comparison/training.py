@@ -10,7 +10,7 @@ import keras
 from keras import ops
 from keras.src.backend.common import global_state
 
-from keras_mp.backends.memory import measure_memory
+from keras_mp.backends import engine
 from keras_mp.config import policy_scope
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.inspection.layer_facts import layers_of
@@ -89,7 +89,7 @@ def train_once(
         progress: is told how much is done, from 0 to 1.
     """
     gc.collect()  # The model before, whose memory would count.
-    read_memory = measure_memory()
+    read_memory = engine.measure_memory()
     stopwatch = Stopwatch()
     with policy_scope(policy):
         model = _built(plan, seed)

@@ -1,3 +1,0 @@
-"""What a gradient holds beside numbers: the highest bit that applies, or none."""
-
-FINITE, INFINITE, NAN = 0, 1, 2

@@ -1,0 +1,237 @@
+"""What keras_mp asks of a backend: one class, with the defaults of an eager backend.
+
+`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it. A gradient passes
+`unscale` and `nonfinite` on its way to `update_if`, which writes or does not.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# What a gradient holds beside numbers: the highest code that applies.
+FINITE, INFINITE, NAN = 0, 1, 2
+
+
+class Engine:
+    """Loss scaling and all else that depends on the backend."""
+
+    # A step ------------------------------------------------------------------------
+
+    def is_tracing(self) -> bool:
+        """Are we inside a function that is being compiled?"""
+        raise NotImplementedError
+
+    def unscale(
+        self, grads: Sequence[Any], inverse_scale: Any, variables: Any = None
+    ) -> list[Any]:
+        """Multiplies each gradient by `inverse_scale` in float32; None stays None.
+
+        On torch in place, where a gradient is the `.grad` of one of `variables`.
+        """
+        raise NotImplementedError
+
+    def nonfinite_to_nan(self, grads: Sequence[Any]) -> list[Any]:
+        """Turns infinities into nan, which clipping by value cannot make finite."""
+        raise NotImplementedError
+
+    def nonfinite(self, grads: Sequence[Any]) -> Any:
+        """The code of each gradient: int8, (len(grads),), the same on all replicas."""
+        raise NotImplementedError
+
+    def all_finite(self, codes: Any) -> Any:
+        """Bool scalar: is each of the codes FINITE?"""
+        raise NotImplementedError
+
+    def update_if(
+        self,
+        finite: Any,
+        update: Callable[[list[Any]], None],
+        grads: list[Any],
+        written: Callable[[], Sequence[Any] | None],
+        branches: bool = False,
+    ) -> bool | None:
+        """Runs `update(grads)`, whose writes take effect only if `finite`.
+
+        Args:
+            finite: bool scalar.
+            update: applies gradients to variables.
+            grads: gradients.
+            written: returns the variables that `update` writes; None if not all of
+                them are known.
+            branches: whether Keras puts conditionals into `update`.
+
+        Returns:
+            Whether it ran, on torch, where Python always knows.
+        """
+        raise NotImplementedError
+
+    # Its surroundings --------------------------------------------------------------
+
+    def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
+        """The function, as one program where it is called eagerly, if that helps.
+
+        Args:
+            function: of tensors, and of constants at the places `static`.
+        """
+        return function
+
+    def outside_trace(self) -> contextlib.AbstractContextManager:
+        """A context in which variables get their first values, once."""
+        return contextlib.nullcontext()
+
+    def optimizer_scope(self, model: Any) -> contextlib.AbstractContextManager:
+        """A context in which the variables of a model's optimizer are created."""
+        return contextlib.nullcontext()
+
+    def refuse_baking(self, what: str, remedy: str) -> None:
+        """Raises a ValueError where a variable's value would become a constant.
+
+        A function that JAX traces reads a variable once; the other backends read it at
+        each call.
+        """
+        return  # AutoGraph warns of a function that is a docstring alone.
+
+    def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
+        """Raises a ValueError where replicas would disagree on `variables`."""
+        return
+
+    # The train step of `fit` -------------------------------------------------------
+
+    def make_train_function(
+        self,
+        model: Any,
+        original: Callable,
+        force: bool,
+        wrap: Callable[[Callable], Callable],
+    ) -> None:
+        """Runs `original(model, force)` with `model.train_step` wrapped by `wrap`.
+
+        Keras on JAX and TensorFlow reads `train_step` once, in this call. The user's
+        own `train_step`, a method or an attribute of the instance, stays as it was.
+        """
+        attributes = vars(model)
+        before = {k: v for k, v in attributes.items() if k == "train_step"}
+        attributes["train_step"] = wrap(model.train_step)
+        try:
+            original(model, force)
+        finally:
+            del attributes["train_step"]
+            attributes.update(before)
+
+    def build(self, model: Any, data: Any) -> None:
+        """Builds a model that its first train step would build; else does nothing."""
+        return
+
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
+        """Wraps a train step so that one which the optimizer skips leaves no trace.
+
+        Non-trainable variables, metrics and the logs made of them are what they were,
+        and so is the loss scale if the loss itself was not finite.
+
+        Args:
+            scaling: the `LossScaling` of the model's optimizer.
+            step: the `train_step` to wrap.
+        """
+        raise NotImplementedError
+
+    def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
+        """The optimizer's state in the arguments of a train function, if it is there.
+
+        `fit` on JAX passes it round; elsewhere it stays in the variables.
+        """
+        return None
+
+    # One batch at a time -----------------------------------------------------------
+
+    def run_by_batch(
+        self,
+        train_function: Callable,
+        args: Sequence[Any],
+        count: int,
+        before: Callable[[Any, Any], None],
+        after: Callable[[Any], None],
+    ) -> Any:
+        """Makes one call of a train function, as so many of one batch each.
+
+        Keras' callbacks see no batch, and with `steps_per_execution` one call takes
+        several. Here each batch goes by alone, through the very function that `fit`
+        calls, traced and compiled as ever: results stay the same to the bit.
+
+        Args:
+            train_function: Keras' own.
+            args: what `fit` calls it with.
+            count: how many batches it takes in one call.
+            before: is called with each batch, and the state on JAX, before the step.
+                The state is what `fit` passes round there in place of variables, else
+                None.
+            after: is called with the state after the step.
+        """
+        raise NotImplementedError
+
+    def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
+        """A context in which variables hold such a state."""
+        return contextlib.nullcontext()
+
+    def take_step(self, model: Any, batch: Any) -> None:
+        """Takes one train step outside of `fit`, with a batch in any structure.
+
+        `train_on_batch` knows of `(x, y, sample_weight)` alone, and a `train_step` of
+        the user's may want exactly what `fit` has given to it.
+        """
+        model.make_train_function()
+        model.train_function([batch])
+
+    def other_workers(self, model: Any) -> str:
+        """What shares a model's batches with others, in words; empty if nothing."""
+        raise NotImplementedError
+
+    def generator_states(self) -> dict[str, np.ndarray]:
+        """The states of the framework's own random generators, where layers use them.
+
+        Keras' layers draw from seeds of their own; only on torch a Dropout without a
+        seed does not.
+        """
+        return {}
+
+    def set_generator_states(self, states: Mapping[str, np.ndarray]) -> None:
+        """Sets what `generator_states` returned, as far as the devices are here."""
+        return
+
+    # What diagnostics ask ----------------------------------------------------------
+
+    def differentiate(
+        self,
+        function: Callable,
+        arguments: Any,
+        variables: Sequence[Any],
+        state: Sequence[Any],
+        compiled: bool,
+    ) -> tuple[Any, list, list, list]:
+        """See `differentiation.differentiate`."""
+        raise NotImplementedError
+
+    def list_devices(self) -> list[Any]:
+        """The devices that the framework sees, each a `devices.Device`."""
+        raise NotImplementedError
+
+    def measure_memory(self) -> Callable[[], int | None]:
+        """Begins to measure what a training takes; no other may go on beside it.
+
+        Call it before the model is built.
+
+        Returns:
+            A function to call after the training: the peak in bytes, on all devices of
+            this process, less what was taken before. On JAX it is what the compiled
+            train step needs, on any device: arguments, results and temporaries. None
+            where it is not counted: see `why_no_memory`.
+        """
+        raise NotImplementedError
+
+    why_no_memory = ""
+    """Why `measure_memory` may return None on this backend, as a clause."""
+
+    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+        """Wrappers of operations of Keras' backend that fail in half precision."""
+        return {}

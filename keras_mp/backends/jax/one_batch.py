@@ -1,0 +1,58 @@
+"""The steps of a train function on JAX, one batch at a time."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_mp.keras_seams import private
+
+# What `fit` passes round, in its order.
+_PARTS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
+
+
+def run_by_batch(
+    train_function: Callable, args: Any, count: int, before: Callable, after: Callable
+) -> Any:
+    """See `Engine.run_by_batch`."""
+    state, iterator = args
+    # All of them first: their errors must not find a state that is given away.
+    batches = list(itertools.islice(iterator, count))
+    if not batches:
+        return train_function(state, iterator)  # Which says that there are no more.
+    for batch in batches:
+        before(batch, state)
+        logs, state = train_function(state, iter([batch]))
+        after(state)
+    return logs, state
+
+
+def take_step(model: Any, batch: Any) -> None:
+    """See `Engine.take_step`."""
+    private.build_from_batch(model, batch)
+    model.make_train_function()
+    variables = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple([v.value for v in part] for part in variables)
+    _, state = model.train_function(state, iter([batch]))
+    private.attach_state(model, dict(zip(_PARTS, state, strict=True)))
+
+
+@contextlib.contextmanager
+def attached(model: Any, state: Any) -> Iterator[None]:
+    """See `Engine.attached`."""
+    private.attach_state(model, dict(zip(_PARTS, state, strict=True)))
+    try:
+        yield
+    finally:
+        # As `fit` has left them: it goes on with the state.
+        private.detach_state(model, _PARTS)

@@ -1,0 +1,45 @@
+"""What TensorFlow says about its devices, and about the memory of a training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.backends.devices import Device, parse_capability
+
+
+def list_devices() -> list[Device]:
+    """The physical devices but the host of TPU cores."""
+    # Physical devices and their details: unlike logical devices they are known
+    # without initializing the runtime, after which memory growth and virtual
+    # devices could no longer be configured.
+    return [
+        _device(physical)
+        for physical in tf.config.list_physical_devices()
+        if physical.device_type != "TPU_SYSTEM"  # the host of the TPU cores
+    ]
+
+
+def _device(physical: Any) -> Device:
+    kind = physical.device_type.lower()
+    if kind != "gpu":
+        return Device(kind, physical.name)
+    details = tf.config.experimental.get_device_details(physical)
+    name = details.get("device_name", physical.name)
+    if tf.test.is_built_with_rocm():
+        return Device("rocm", name)
+    if "metal" in name.lower():
+        return Device("metal", name)
+    capability = parse_capability(details.get("compute_capability"))
+    return Device("gpu" if capability is None else "cuda", name, capability)
+
+
+def measure_memory() -> Callable[[], int | None]:
+    """The peak of all GPUs; TensorFlow counts the memory of no other device."""
+    count = len(tf.config.list_logical_devices("GPU"))
+    names = [f"GPU:{index}" for index in range(count)]
+    info = tf.config.experimental.get_memory_info
+    before = sum(info(name)["current"] for name in names)
+    for name in names:
+        tf.config.experimental.reset_memory_stats(name)
+    return lambda: sum(info(name)["peak"] for name in names) - before if names else None

@@ -1,0 +1,97 @@
+"""What a train step of `fit` returns: its logs, without the step if it was skipped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+# Set on a model whose logs are to hold the loss scale; to UNDERFLOW if they are to hold
+# the share of gradients that underflow, too.
+MONITORED = "_keras_mp_monitored"
+UNDERFLOW = "underflow"
+# Set on a model: a function (train function, its arguments) -> its result, which makes
+# the next call of the train function in place of `fit`. It goes with that call.
+ONCE = "_keras_mp_once"
+
+
+def logs_of_step(
+    model: Any,
+    logs: Any,
+    results: dict[str, Any],
+    undone: Any,
+    measured: Any,
+    scale: Any,
+    skipped_steps: Any,
+    underflow: Any,
+) -> Any:
+    """The logs of a step, as they are if it was undone, and with the loss scale.
+
+    Args:
+        model: the model of the step.
+        logs: what the train step returned.
+        results: the results of the metrics, after it was undone.
+        undone: whether it was; a bool scalar, or False.
+        measured: bool scalar, whether earlier steps went into the metrics.
+        scale: the loss scale after the step.
+        skipped_steps: how many steps were skipped so far.
+        underflow: the share of gradients that underflow; None if nobody asks.
+    """
+    if not isinstance(logs, dict):
+        return logs
+    if undone is not False:
+        logs = _without_step(logs, results, ops.logical_and(undone, measured))
+    if MONITORED not in vars(model):
+        return logs
+    # Among a step's own results they reach every logger, and no step waits for them.
+    logs = {**logs, "loss_scale": scale, "skipped_steps": skipped_steps}
+    return logs if underflow is None else {**logs, UNDERFLOW: underflow}
+
+
+def loss_is_finite(logs: Any) -> Any:
+    """Bool scalar: are the numbers of `logs["loss"]` finite? True if there are none."""
+    loss = logs.get("loss", 0.0) if isinstance(logs, dict) else 0.0
+    numbers = [x for x in keras.tree.flatten(loss) if _is_number(x)]
+    return ops.all(ops.stack([ops.all(ops.isfinite(x)) for x in [0.0, *numbers]]))
+
+
+def any_measured(metrics: Sequence[Any]) -> Any:
+    """Bool scalar: has a step gone into the metrics since they were reset?
+
+    Args:
+        metrics: the values of their variables, all zero after `reset_state`.
+    """
+    flags = [ops.any(ops.not_equal(value, 0)) for value in metrics]
+    return ops.any(ops.stack(flags)) if flags else ops.convert_to_tensor(False)
+
+
+def _without_step(logs: dict[str, Any], results: dict[str, Any], undone: Any) -> Any:
+    """The results of the metrics in place of logs, where `undone`.
+
+    At the beginning of an epoch metrics say 0 before they have measured anything, which
+    would pass for the best loss so far: there `undone` is False, and the logs stay.
+    """
+
+    def choose(log: Any, result: Any) -> Any:
+        log = ops.convert_to_tensor(log)
+        return ops.where(undone, ops.cast(result, log.dtype), log)
+
+    return {
+        name: keras.tree.map_structure(choose, log, results[name])
+        if name in results and _alike(log, results[name])
+        else log
+        for name, log in logs.items()
+    }
+
+
+def _alike(log: Any, result: Any) -> bool:
+    leaves = keras.tree.flatten(log)
+    try:
+        keras.tree.assert_same_structure(log, result)
+    except (ValueError, TypeError):
+        return False
+    return all(_is_number(x) for x in leaves)
+
+
+def _is_number(x: Any) -> bool:
+    return ops.is_tensor(x) or isinstance(x, int | float)
