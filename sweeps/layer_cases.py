@@ -29,9 +29,9 @@ class Case:
         inputs: () -> the arguments of the call: arrays, or lists of arrays.
         options: () -> keyword arguments of the call: masks, `training`.
         gradient: whether the layer has gradients worth comparing.
-        draws: how many independent random numbers the layer draws, 0 if none. They
-            depend on the dtype that they are drawn in: only means are compared.
-        finite_only: why no more than finite results can be asked for, if so.
+        random_draws: how many independent random numbers the layer draws, 0 if none.
+            They depend on the dtype in which they are drawn: only means are compared.
+        finite_only: if the results can only be asked to be finite, the reason.
         adapt: () -> the data that `adapt` sees, for layers that have it.
         backends: where the layer exists.
     """
@@ -41,7 +41,7 @@ class Case:
     inputs: Callable[[], list]
     options: Callable[[], Mapping[str, Any]] = dict
     gradient: bool = True
-    draws: int = 0
+    random_draws: int = 0
     finite_only: str = ""
     adapt: Callable[[], Any] | None = None
     backends: tuple[str, ...] = ALL
@@ -754,7 +754,7 @@ def _regularization():
             lambda cls=cls: getattr(layers, cls)(0.3, seed=1),
             x,
             training,
-            draws=64 * 8,
+            random_draws=64 * 8,
         )
     for rank, shape in (
         ("1D", (64, 4, 8)),
@@ -766,7 +766,7 @@ def _regularization():
             lambda rank=rank: getattr(layers, f"SpatialDropout{rank}")(0.3, seed=1),
             lambda shape=shape: [normal(*shape, shift=2)],
             training,
-            draws=64 * 8,
+            random_draws=64 * 8,
         )
 
 
@@ -1004,7 +1004,7 @@ def _pictures():
             x,
             training,
             gradient=cls in ("CenterCrop", "Resizing"),
-            draws=4 if random else 0,
+            random_draws=4 if random else 0,
         )
     for method in ("nearest", "bicubic", "lanczos5", "area"):
         yield Case(

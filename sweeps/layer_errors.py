@@ -152,10 +152,10 @@ def _difference(
     expected, actual = expected[defined], actual[defined]
     size = float(np.abs(expected).max(initial=0.0))
     limit = tolerance(dtype, size)
-    if case.draws:
+    if case.random_draws:
         # Other numbers are drawn in another dtype: the means are to agree, within six
         # standard errors of the difference of two.
-        limit += LAMBDA * float(np.std(expected)) * math.sqrt(2 / case.draws)
+        limit += LAMBDA * float(np.std(expected)) * math.sqrt(2 / case.random_draws)
         expected, actual = np.mean(expected), np.mean(actual)
     error = float(np.abs(actual - expected).max(initial=0.0))
     fine = error <= limit or bool(case.finite_only)

@@ -122,7 +122,23 @@ def _plain(outcome: Any) -> dict[str, Any]:
 def _store(path: pathlib.Path, news: dict[str, Any]) -> None:
     everything = json.loads(path.read_text()) if path.exists() else {}
     _update(everything, news)
-    path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+    path.write_text(as_text(everything))
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """The results as JSON, one case a line."""
+    backends = []
+    for backend, measured in sorted(results.items()):
+        cases = ",\n".join(
+            f"   {json.dumps(name)}: {json.dumps(case, sort_keys=True)}"
+            for name, case in sorted(measured.get("cases", {}).items())
+        )
+        versions = json.dumps(measured.get("versions", {}), sort_keys=True)
+        backends.append(
+            f' "{backend}": {{\n  "cases": {{\n{cases}\n  }},\n'
+            f'  "versions": {versions}\n }}'
+        )
+    return "{\n" + ",\n".join(backends) + "\n}\n"
 
 
 def _update(old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 import keras_mp
+from keras_mp.keras_seams.private import layers_in
 from sweeps.model_cases import Case, inputs, training
 
 # At the first scale, 2**15, the gradients of some models overflow. The scale is halved
@@ -134,7 +135,7 @@ class Run:
 
     def _computes_in_half(self, model: Any) -> None:
         dtype = self.policy.removeprefix("mixed_")
-        half = [x for x in model._flatten_layers() if x.compute_dtype == dtype]
+        half = [x for x in layers_in(model) if x.compute_dtype == dtype]
         # The shell of a Functional model computes nothing.
         if not any(layer.weights and not _is_model(layer) for layer in half):
             raise ValueError(f"no layer with weights computes in {dtype}")
@@ -223,7 +224,7 @@ def _take_statistics_from_the_batch(model: Any) -> None:
 
     In float32 too. With a momentum of 0 one step is enough to have trained ones.
     """
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.momentum = 0.0
 
