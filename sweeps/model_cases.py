@@ -447,10 +447,12 @@ def training(model: Any, x: Any, loss: str) -> tuple[dict[str, Any], Any]:
     """Returns what `compile` is to know of the loss, and the targets for inputs `x`."""
     if loss == "boxes":
         # In a detector's `compile` the loss is a part of it.
-        boxes = x.shape[1] * np.float32([[0, 0, 0.5, 0.5], [0.25, 0.25, 0.75, 0.75]])
+        boxes = x.shape[1] * np.array(
+            [[0, 0, 0.5, 0.5], [0.25, 0.25, 0.75, 0.75]], "float32"
+        )
         return {}, {
             "boxes": np.tile(boxes, (len(x), 1, 1)),
-            "labels": np.tile(np.int32([1, 3]), (len(x), 1)),
+            "labels": np.tile(np.array([1, 3], "int32"), (len(x), 1)),
         }
     symbolic = keras.tree.map_structure(
         lambda a: keras.KerasTensor(a.shape, str(a.dtype)), x

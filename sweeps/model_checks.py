@@ -216,7 +216,7 @@ def _same(before: list[np.ndarray], after: list[np.ndarray]) -> None:
 def _prints(variables: Any) -> list[int]:
     """Checksums: copies of the largest models would take gigabytes."""
     arrays = (keras.ops.convert_to_numpy(v) for v in variables)
-    return [zlib.crc32(np.ascontiguousarray(a)) for a in arrays]
+    return [zlib.crc32(np.ascontiguousarray(a).data) for a in arrays]
 
 
 def _take_statistics_from_the_batch(model: Any) -> None:

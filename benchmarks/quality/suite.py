@@ -1,52 +1,21 @@
-"""The suite `quality`: does a training come to the same under each policy?"""
+"""The suite `quality`: does a training end the same under each policy?"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
 import keras_mp
-from benchmarks.cases import BACKENDS
 from benchmarks.origin import origin
-from benchmarks.processes import Job
-from benchmarks.quality_tables import STOCK, UNSCALED, WAYS, plot, tables
-from benchmarks.quality_tasks import TASKS, Data, Task
+from benchmarks.quality.tables import STOCK, UNSCALED, WAYS, tables
+from benchmarks.quality.tasks import TASKS, Data, Task
 from benchmarks.results import Record
+from benchmarks.suites import BACKENDS, Suite
+from keras_mp.keras_seams.seams import install, uninstall
 
-__all__ = ["IDENTITY", "NAME", "NAMES", "ON", "ONE_BACKEND", "jobs", "measure", "plot",
-           "tables"]  # fmt: skip
-
-NAME = "quality"
-IDENTITY = ("case", "backend", "way")
-NAMES = tuple(task.name for task in TASKS)
-ON = BACKENDS
-ONE_BACKEND = True  # unless more are asked for: it takes its time
 SEEDS = 5
-LIMIT = 600.0
-
-
-def jobs(
-    cases: Sequence[str],
-    backends: Sequence[str],
-    peers: Sequence[str],
-    seconds: float | None,
-) -> list[Job]:
-    """A process for each task under each policy, all seeds in it."""
-    return [
-        Job(
-            NAME,
-            {"case": task.name, "backend": backend, "way": way},
-            {},
-            limit=LIMIT,
-            environment={"TF_ENABLE_ONEDNN_OPTS": "0"},
-        )
-        for backend in backends
-        for task in TASKS
-        for way in WAYS
-        if task.name in cases and (way != STOCK or task.stock)
-    ]
 
 
 def measure(
@@ -55,23 +24,23 @@ def measure(
     way: str,
     seeds: int = SEEDS,
     smallest: bool = False,
-    tell: Callable[[float], object] = lambda part: None,
+    progress: Callable[[float], object] = lambda part: None,
     ready: Callable[[], object] = lambda: None,
 ) -> Iterator[Record]:
-    """Trains a task with several seeds; Keras must be running on `backend`.
+    """Trains a task with several seeds; Keras must run on `backend`.
 
     Args:
-        case: its name.
-        backend: of it.
+        case: the name of the task.
+        backend: the backend.
         way: a policy, or a control: "unscaled" is mixed_float16 without loss scaling,
-            "stock" is Keras' own mixed_float16, with its own loss scaling.
-        seeds: how many: 0, 1, 2, ...; each is of the initial weights and the batches.
+            "stock" is Keras' own mixed_float16 with its own loss scaling.
+        seeds: how many seeds, from 0; a seed fixes the initial weights and the batches.
         smallest: whether to train on a little of the data for one epoch.
-        tell: is told how much of it is done, from 0 to 1.
+        progress: takes the share that is done, from 0 to 1.
         ready: is called before the first training.
 
     Yields:
-        Records, each with one seed more in the place of the one before.
+        Records, each with one more seed in place of the one before.
     """
     ready()
     task = {task.name: task for task in TASKS}[case]
@@ -79,14 +48,14 @@ def measure(
     if smallest:
         data = Data(*(part[: 2 * task.batch] for part in data))
     if way == STOCK:
-        keras_mp.keras_seams.seams.uninstall()
+        uninstall()
     try:
         training = _Training(task, way, data, 1 if smallest else task.epochs)
         values: list[float] = []
         skipped: list[int | None] = []
         start = time.perf_counter()
         for seed in range(seeds):
-            tell(seed / seeds)
+            progress(seed / seeds)
             values.append(training.ends_with(seed))
             skipped.append(training.skipped_steps)
             yield {
@@ -96,11 +65,11 @@ def measure(
                 "seconds": time.perf_counter() - start,
             }
     finally:
-        keras_mp.keras_seams.seams.install()
+        install()
 
 
 class _Training:
-    """A model that is trained anew with each seed, compiled once."""
+    """A model that is compiled once and trained anew with each seed."""
 
     def __init__(self, task: Task, way: str, data: Data, epochs: int) -> None:
         self._task, self._data, self._epochs = task, data, epochs
@@ -119,7 +88,7 @@ class _Training:
             keras.config.set_dtype_policy(before)
 
     def ends_with(self, seed: int) -> float:
-        """The metric of the test data after a training; may be nan."""
+        """The metric on the test data after a training; it may be nan."""
         optimizer = self._model.optimizer
         if self._state is None:
             optimizer.build(self._model.trainable_variables)
@@ -143,7 +112,7 @@ class _Training:
 
     @property
     def skipped_steps(self) -> int | None:
-        """Of the last training; None without a loss scale that counts them."""
+        """Of the last training; None if nothing counts them."""
         skipped = getattr(self._model.optimizer, "skipped_steps", None)
         return None if skipped is None else int(skipped)
 
@@ -154,3 +123,19 @@ def _policy(way: str) -> Any:
     policy = "mixed_float16" if way == UNSCALED else way
     with keras_mp.policy_scope(policy):
         return keras_mp.global_policy()
+
+
+SUITE = Suite(
+    "quality",
+    [
+        {"case": task.name, "backend": backend, "way": way}
+        for backend in BACKENDS
+        for task in TASKS
+        for way in WAYS
+        if way != STOCK or task.stock
+    ],
+    measure,
+    tables,
+    one_backend=True,  # It takes long.
+    environment=lambda about: {"TF_ENABLE_ONEDNN_OPTS": "0"},
+)

@@ -1,9 +1,9 @@
-"""What the suite `seams` has found, in tables."""
+"""The table of the suite `seams`."""
 
 from collections.abc import Sequence
 
-from benchmarks.cases import BACKENDS
 from benchmarks.results import Record
+from benchmarks.suites import BACKENDS, NOT_MEASURED
 from keras_mp.display.tables import Table
 
 CASES = {
@@ -14,7 +14,6 @@ CASES = {
     "compile-100": "a jitted step, 100 variables",
     "compile-1000": "a jitted step, 1000 variables",
 }
-NOT_MEASURED = "not measured"
 _COLUMNS = ("", "backend", "of it", "median", "quartiles")
 
 
@@ -23,7 +22,7 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
 
     Args:
         records: of the suite.
-        whole: whether cases that are not among them have a row that says so.
+        whole: whether cases without a record have a row that says so.
     """
     rows = []
     for case, title in CASES.items():
@@ -56,6 +55,3 @@ def _cells(record: Record) -> list[tuple[str, str, str]]:
         for what, q in record.get("seconds", {}).items()
     ]
     return ratios + times
-
-
-plot = None  # A handful of numbers.

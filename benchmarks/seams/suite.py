@@ -5,11 +5,8 @@ A layer's call, `import keras_mp`, a step of `fit`, tracing and compiling a step
 
 import contextlib
 import functools
-import gc
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,101 +15,59 @@ import numpy as np
 
 import keras_mp
 from benchmarks import models
-from benchmarks.cases import BACKENDS, case_named
 from benchmarks.origin import origin
 from benchmarks.pairs import CONTROL, is_conclusive, quartiles, time_in_pairs
-from benchmarks.processes import CAN_PIN, Job
+from benchmarks.processes import CAN_PIN
 from benchmarks.results import Record
-from benchmarks.seams_tables import CASES, plot, tables
-from benchmarks.steps import engine
+from benchmarks.seams.compilation import ROUNDS, compilations
+from benchmarks.seams.tables import CASES, tables
+from benchmarks.suites import BACKENDS, Suite
 from keras_mp.backends.train_step import MONITORED
+from keras_mp.keras_seams.seams import install, uninstall
 
-__all__ = ["IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot", "tables"]
-
-NAME = "seams"
-IDENTITY = ("case", "backend")
-NAMES = tuple(CASES)
-ON = BACKENDS
-SECONDS = 4.0
-LIMIT = 600.0
-CALLS = 200  # of a layer, in what is timed as a step: the seams come and go before it
+CALLS = 200  # of a layer, timed as one step, after the seams are on or off
 IMPORTS = 3
-# How often, and what: a thousand variables take Keras' own wrapper too long.
-_BOTH = {"keras_mp": "", "keras": ", Keras' own wrapper"}
-COMPILATIONS = {
-    "compile-10": (15, _BOTH),
-    "compile-100": (31, _BOTH),
-    "compile-1000": (5, {"keras_mp": ""}),
-}
-WHEN_NAMED = tuple(COMPILATIONS)
-
-
-def jobs(
-    cases: Sequence[str],
-    backends: Sequence[str],
-    peers: Sequence[str],
-    seconds: float | None,
-) -> list[Job]:
-    """One process for each case on each backend, on one pinned core."""
-    return [
-        Job(
-            NAME,
-            {"case": case, "backend": backend},
-            {"seconds": seconds or SECONDS},
-            limit=LIMIT,
-            ahead=CAN_PIN,
-            pinned=True,
-        )
-        # What takes long to prepare side by side: the next one is under way.
-        for case in NAMES
-        for backend in backends
-        # Only JAX can be asked to trace and to compile, and not to run.
-        if case in cases and (case not in COMPILATIONS or backend == "jax")
-    ]
 
 
 def measure(
     case: str,
     backend: str,
-    seconds: float = SECONDS,
+    seconds: float = 0.0,
     smallest: bool = False,
-    tell: Callable[[float], object] = lambda part: None,
+    progress: Callable[[float], object] = lambda part: None,
     ready: Callable[[], object] = lambda: None,
 ) -> Iterator[Record]:
-    """Measures a case; Keras must be running on `backend`.
+    """Measures a case; Keras must run on `backend`.
 
     Args:
         case: its name.
-        backend: of it.
-        seconds: for the timing.
+        backend: the backend.
+        seconds: how long to time pairs.
         smallest: whether to take the smallest sizes, once.
-        tell: is told how much of it is done, from 0 to 1.
+        progress: takes the share that is done, from 0 to 1.
         ready: is called before the timing.
 
     Yields:
-        One record: `ratios` over Keras without keras_mp, with `control` and whether it
-        is `conclusive` where they are of pairs; or `seconds`.
+        One record: `ratios` over Keras without keras_mp, of pairs with `control` and
+        whether it is `conclusive`; or `seconds`.
     """
     if case == "layer-call":
-        found = _in_pairs(_layer_calls(), seconds, tell, ready)
+        found = _in_pairs(_layer_calls(), seconds, progress, ready)
     elif case == "fit":
-        found = _in_pairs(_fits(smallest), seconds, tell, ready)
+        found = _in_pairs(_fits(smallest), seconds, progress, ready)
     elif case == "import":
         times = _imports(1 if smallest else IMPORTS, ready)
         found = {"seconds": {"import keras_mp": times}}
     else:
         ready()
-        number, names = COMPILATIONS[case]
-        sizes = case.replace("compile", "no-jit")
-        rounds = 1 if smallest else number
-        found = {"ratios": _compilations(sizes, names, rounds, smallest)}
+        found = {"ratios": compilations(case, smallest)}
     yield {**origin(), **found}
 
 
 def _in_pairs(
     runs: dict[str, Callable[[int], None]],
     seconds: float,
-    tell: Callable[[float], object],
+    progress: Callable[[float], object],
     ready: Callable[[], object],
 ) -> dict[str, Any]:
     base = runs.pop("")
@@ -120,7 +75,7 @@ def _in_pairs(
     for run in runs.values():
         run(1)
     ready()
-    timings = time_in_pairs(base, runs, seconds, tell=tell)
+    timings = time_in_pairs(base, runs, seconds, progress=progress)
     control = timings.pop(CONTROL)
     return {
         "ratios": {name: t.ratio._asdict() for name, t in timings.items()},
@@ -136,7 +91,7 @@ def _in_pairs(
 def _layer_calls() -> dict[str, Callable[[int], None]]:
     layer = keras.layers.Dense(8)
     x = keras.ops.ones((8, 8))
-    layer(x)  # Under the seams it comes by its policy here.
+    layer(x)  # The first call, in which the seams choose its policy.
 
     def calls(number: int) -> None:
         y = x
@@ -145,16 +100,16 @@ def _layer_calls() -> dict[str, Callable[[int], None]]:
         keras.ops.convert_to_numpy(y)
 
     def without(number: int) -> None:
-        keras_mp.keras_seams.seams.uninstall()
+        uninstall()
         try:
             calls(number)
         finally:
-            keras_mp.keras_seams.seams.install()
+            install()
 
     def with_seams(number: int) -> None:
-        # As often as the others, so that what toggling costs is on both sides.
-        keras_mp.keras_seams.seams.uninstall()
-        keras_mp.keras_seams.seams.install()
+        # The others switch the seams, too: so the cost of that is on both sides.
+        uninstall()
+        install()
         calls(number)
 
     return {"": without, CONTROL: without, "a layer's call": with_seams}
@@ -164,12 +119,12 @@ def _layer_calls() -> dict[str, Callable[[int], None]]:
 
 
 def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
-    """Epochs of `fit`, with and without what we do there.
+    """Epochs of `fit`, with and without what keras_mp does there.
 
-    All of one model: where in memory a model lies made a hundredth of a step.
+    All with one model: its place in memory alone made a hundredth of a step.
     """
     keras.utils.set_random_seed(0)
-    # As many steps as make what `fit` does but once next to nothing.
+    # So many steps that what `fit` does once an epoch is next to nothing.
     side, steps, batch = (4, 2, 2) if smallest else (32, 20, 16)
     filters, stages = (2, 1) if smallest else (16, 2)
     model = models.convolutions(side, filters, stages, classes=10)
@@ -197,12 +152,12 @@ def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
 
     def made(with_seams: bool = True, callbacks: Sequence[Any] = ()) -> Any:
         if not with_seams:
-            # What the train function is made of stays when they come back.
-            keras_mp.keras_seams.seams.uninstall()
+            # The train function keeps what it is made of when they are back.
+            uninstall()
         try:
             fit(None, callbacks, 1)
         finally:
-            keras_mp.keras_seams.seams.install()
+            install()
         return functools.partial(fit, model.train_function, callbacks)
 
     return {
@@ -249,47 +204,20 @@ def _with_keras(ended: contextlib.ExitStack) -> subprocess.Popen:
     return process
 
 
-# Tracing and compiling ----------------------------------------------------------------
-
-
-def _compilations(
-    case: str, names: dict[str, str], number: int, smallest: bool
-) -> dict[str, Any]:
-    steps = engine("jax")
-    makers = {name: steps.scaled[name] for name in names}
-    makers[""] = steps.unscaled["keras"]
-    ratios: dict[str, list[float]] = {}
-    order = random.Random(0)
-    # What Python does but once is done in a small round, which does not count.
-    for tiny in (True, *[smallest] * number):
-        times = {
-            name: _stages(makers[name](case_named(case).problem(tiny), True))
-            for name in order.sample(list(makers), len(makers))
-        }
-        for name, words in names.items():
-            for what in ("trace", "compile"):
-                ratio = times[name][what] / times[""][what]
-                ratios.setdefault(what + words, []).append(ratio)
-    return {what: quartiles(found[1:])._asdict() for what, found in ratios.items()}
-
-
-def _stages(step: Any) -> dict[str, float]:
-    """What JAX takes for a step of which it knows nothing yet, by its stages.
-
-    In seconds of the processor, which other processes take no part of; "compile" is
-    lowering and compiling.
-    """
-    import jax
-
-    arguments = step.arguments()
-    jax.clear_caches()
-    gc.collect()
-    gc.disable()  # It would come in the middle, now on one side and now on the other.
-    try:
-        start = time.process_time()
-        traced = step.step.trace(*arguments)
-        middle = time.process_time()
-        traced.lower().compile()
-        return {"trace": middle - start, "compile": time.process_time() - middle}
-    finally:
-        gc.enable()
+SUITE = Suite(
+    "seams",
+    # The next case prepares while one is timed: those that take long are side by side.
+    [
+        {"case": case, "backend": backend}
+        for case in CASES
+        for backend in BACKENDS
+        # JAX alone can trace and compile a step without running it.
+        if case not in ROUNDS or backend == "jax"
+    ],
+    measure,
+    tables,
+    seconds=4.0,
+    slow=tuple(ROUNDS),
+    pinned=True,
+    ahead=CAN_PIN,
+)

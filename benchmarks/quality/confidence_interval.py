@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t with 1, 2, ... degrees of freedom: 95 % lie within plus or minus this."""
+"""Student's t for 1, 2, ... degrees of freedom: 95 % lie between -t and t."""
 
 
 class Interval(NamedTuple):
-    """The mean of differences, and how far it may be off with 95 % confidence."""
+    """A mean, and the half width of its 95 % confidence interval."""
 
     mean: float
     half_width: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies within it."""
+        """Whether a value lies in the interval."""
         return abs(value - self.mean) <= self.half_width
 
 
-def paired(base: Sequence[float | None], other: Sequence[float | None]) -> (
-    Interval | None
-):  # fmt: skip
-    """The interval of `other - base`, of pairs with the same seed.
+def confidence_interval(
+    base: Sequence[float | None], other: Sequence[float | None]
+) -> Interval | None:
+    """The 95 % confidence interval of the mean of `other - base`, seed by seed.
 
     Args:
-        base, other: a number of each seed, in the same order.
+        base, other: a number for each seed, in the same order.
 
     Returns:
-        None if one of them is missing or not finite, or there are less than two or
+        None if a number is missing or not finite, or there are fewer than two pairs or
         more than ten.
 
     Source: Student 1908, "The probable error of a mean".

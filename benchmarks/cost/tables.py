@@ -1,25 +1,25 @@
-"""What the suite `cost` has found, in tables."""
+"""The tables and the picture of the suite `cost`."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.cases import BACKENDS, CASES
+from benchmarks.cost.cases import CASES
+from benchmarks.cost.peers import PEERS
 from benchmarks.pairs import OFF
-from benchmarks.peers import PEERS
 from benchmarks.results import Record
+from benchmarks.suites import BACKENDS, NOT_MEASURED
 from keras_mp.display.tables import Table
 
 UNCLEAR = "?"
-REASONS = ("missing", "disagrees", "failed", "slow")  # for a peer without a number
-NOT_MEASURED = "not measured"
+REASONS = ("missing", "disagrees", "failed", "slow")  # why a peer has no number
 
 
 def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
-    """For each backend a table of ratios.
+    """A table of ratios for each backend.
 
     Args:
         records: of the suite.
-        whole: whether cases that are not among them have a row that says so.
+        whole: whether cases without a record have a row that says so.
     """
     return [
         _table(backend, mine, whole)
@@ -82,10 +82,10 @@ def _notes(records: Sequence[Record]) -> list[str]:
                 record["case"]
             )
         for peer, found in record.get("peers", {}).items():
-            for word in REASONS:
-                if word in found:
-                    told = f"{peer} {word}: {found[word]}"
-                    reasons.setdefault(told, []).append(record["case"])
+            for reason in REASONS:
+                if reason in found:
+                    text = f"{peer} {reason}: {found[reason]}"
+                    reasons.setdefault(text, []).append(record["case"])
     for reason, where in reasons.items():
         every = len(where) == len(records) and len(where) > 1
         notes.append(reason + ("" if every else f" (in {', '.join(where)})"))
@@ -93,7 +93,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
 
 
 def details(records: Sequence[Record]) -> Table:
-    """Quartiles, pairs, times: a row for each peer in each case."""
+    """Quartiles, pairs and times: a row for each peer in each case."""
     rows = []
     for record in records:
         for family, control in record.get("controls", {}).items():
@@ -133,15 +133,15 @@ def _milliseconds(seconds: dict[str, float]) -> str:
 
 
 def plot(records: Sequence[Record]) -> Any:
-    """A matplotlib figure of the ratios; None if there are none."""
+    """A matplotlib figure of the ratios, or None without any."""
     ratios = {}
     unclear = []
     for record in records:
         case = f"{record['case']}, {record['backend']}"
         found = {
             peer: (r["median"], r["lower"], r["upper"])
-            for peer, told in record.get("peers", {}).items()
-            if (r := told.get("ratio"))
+            for peer, entries in record.get("peers", {}).items()
+            if (r := entries.get("ratio"))
         }
         if found:
             ratios[case] = found
@@ -149,6 +149,6 @@ def plot(records: Sequence[Record]) -> Any:
             unclear.append(case)
     if not ratios:
         return None
-    from keras_mp.display.plots.benchmarks import plot_cost
+    from benchmarks.plots import plot_cost
 
     return plot_cost(ratios, unclear)

@@ -1,4 +1,4 @@
-"""What the suite `quality` trains to the end: small enough for two cores, and real."""
+"""What the suite `quality` trains to the end: real data, small enough for two cores."""
 
 import pathlib
 import sysconfig
@@ -13,7 +13,7 @@ from benchmarks import models
 
 
 class Data(NamedTuple):
-    """What to train with and what to test with, as NumPy arrays."""
+    """The training data and the test data, as NumPy arrays."""
 
     x: np.ndarray
     y: np.ndarray
@@ -25,13 +25,13 @@ class Task(NamedTuple):
     """A training to the end.
 
     Attributes:
-        name: what `--case` calls it.
-        title: what the tables call it.
-        metric: which number of `evaluate` is looked at, and its unit.
-        data: the same at each call; of `smallest` only a little.
-        build: the model, compiled; `auto_scale_loss` is `compile`'s.
+        name: for `--case`.
+        title: for the tables.
+        metric: which result of `evaluate` counts, and its unit.
+        data: () -> the data, the same at each call.
+        build: (`auto_scale_loss` of `compile`) -> the model, compiled.
         batch, epochs: of the training.
-        stock: whether Keras' own mixed_float16 is trained as well.
+        stock: whether to train with Keras' own mixed_float16, too.
     """
 
     name: str
@@ -87,10 +87,10 @@ TRAIN_WINDOWS, TEST_WINDOWS = 3200, 640
 
 def _standard_library() -> Data:
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    # Some of them are packages in one version of Python and modules in another.
+    # Some are packages in one version of Python and modules in another.
     paths = [folder / name for name in FILES if (folder / name).exists()]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
-    # Tab, newline and all that ASCII prints; the rest is one character more.
+    # Tab, newline and the printable ASCII characters; one more stands for the rest.
     ids = np.array([_character(c) for c in text], "int32")
     train, test = np.split(ids, [len(ids) * 9 // 10])
     x, y = _windows(train, TRAIN_WINDOWS)
@@ -130,10 +130,10 @@ def _one_hot_digits() -> Data:
 
 
 def _deep_sigmoids(auto_scale_loss: bool) -> Any:
-    """Each sigmoid divides the gradient by four at least.
+    """A network in which each sigmoid divides the gradient by four or more.
 
-    With the squared error, as such networks were trained, most of it is below what
-    float16 can hold. Adam divides by its size, and learns from it all the same.
+    With the squared error, as such networks used to be trained, most of the gradient
+    underflows in float16. Adam divides by its size and learns from it all the same.
     """
     model = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten()])
     for _ in range(5):

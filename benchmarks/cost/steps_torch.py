@@ -8,12 +8,12 @@ import torch
 from keras import ops
 
 import keras_mp
-from benchmarks.cases import Problem
-from benchmarks.steps import EPSILON, LEARNING_RATE, SCALE
+from benchmarks.cost.cases import Problem
+from benchmarks.cost.peers import EPSILON, LEARNING_RATE, SCALE, moments_of
 
 
 class TorchStep:
-    """A step as torch runs it: eagerly, whatever `jit` says."""
+    """An eager step, whatever `jit` says."""
 
     def __init__(self, problem: Problem, jit: bool) -> None:
         self._model, self._loss = problem.model, problem.loss
@@ -25,8 +25,8 @@ class TorchStep:
         self._variables = self._model.trainable_variables
         self.initial()
 
-    def run(self, steps: int, poisoned: bool = False) -> None:
-        x, y, weights = self._batches[poisoned]
+    def run(self, steps: int, nonfinite: bool = False) -> None:
+        x, y, weights = self._batches[nonfinite]
         for _ in range(steps):
             self._model.zero_grad()
             loss = torch.mean(weights * self._loss(y, self._model(x, training=True)))
@@ -42,7 +42,7 @@ class TorchStep:
         raise NotImplementedError
 
     def update(self, loss: Any) -> None:
-        """The backward pass, and what follows."""
+        """The backward pass and the update."""
         raise NotImplementedError
 
 
@@ -70,8 +70,7 @@ class KerasAdam(TorchStep):
         self._optimizer.apply(grads, self._variables)
 
     def moments(self) -> list[np.ndarray]:
-        moments = [*self._adam._momentums, *self._adam._velocities]
-        return [ops.convert_to_numpy(v).copy() for v in moments]
+        return [ops.convert_to_numpy(v).copy() for v in moments_of(self._adam)]
 
 
 class KerasOwn(KerasAdam):
@@ -119,7 +118,7 @@ class TorchAdam(TorchStep):
 
 
 class TorchAmp(TorchAdam):
-    """`torch.amp.GradScaler`, as in torch's recipe."""
+    """`torch.amp.GradScaler`, as in torch's AMP recipe."""
 
     def initial(self) -> None:
         super().initial()

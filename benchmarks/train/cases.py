@@ -1,4 +1,4 @@
-"""What whole training steps are measured on: four networks, large and small."""
+"""What the suite `train` measures: four networks, large and small."""
 
 import math
 from collections.abc import Callable
@@ -11,18 +11,19 @@ from benchmarks import models
 
 
 class TrainCase(NamedTuple):
-    """A network with the batch that it is trained with.
+    """A network, and the batch for its training.
 
     Attributes:
-        name: what `--case` calls it.
-        title: what the tables call it on a GPU.
-        small_title: and on CPUs.
-        make: (sizes) -> (model, operations of the forward pass for one example).
+        name: for `--case`.
+        title: for the tables, on a GPU.
+        small_title: the same on CPUs.
+        make: sizes -> (model, operations of the forward pass for one example).
         data: (batch, sizes) -> (x, y), NumPy arrays.
-        loss: as `compile` takes it.
+        loss: () -> the loss for `compile`.
         sizes, batch: on a GPU.
         small_sizes, small_batch: on CPUs.
-        channels_first_on_torch: the layout that torch's convolutions want.
+        channels_first_on_torch: whether torch gets the layout that suits its
+            convolutions.
     """
 
     name: str
@@ -62,8 +63,8 @@ def _decoder(**sizes: int) -> tuple[Any, float]:
 
 
 def _block(length: int, width: int) -> float:
-    """Operations of a block: 12 products width x width for each of its positions, and
-    two length x length x width, counted whole where a causal mask hides half of them.
+    """Operations of a block: at each position 12 products of width x width, and two of
+    length x length x width, counted in full where a causal mask hides half of them.
     """
     return 2.0 * 12 * length * width**2 + 2.0 * 2 * length**2 * width
 
@@ -85,7 +86,7 @@ def _vit(**sizes: int) -> tuple[Any, float]:
 
 
 def _resnet50(side: int, classes: int, filters: int = 0) -> tuple[Any, float]:
-    """ResNet-50, or a small residual network of so many filters."""
+    """ResNet-50, or with `filters` a small residual network."""
     if filters:
         model = models.convolutions(side, filters, stages=3, classes=classes)
     else:
@@ -99,7 +100,7 @@ def _resnet50(side: int, classes: int, filters: int = 0) -> tuple[Any, float]:
 
 
 def _operations_of_convolutions(model: Any) -> float:
-    """Two for each weight and each position that it is used at, dense layers too."""
+    """Two for each weight and each position where it is used; dense layers, too."""
     total = 0.0
     for layer in model.layers:
         if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
@@ -139,7 +140,7 @@ TRAIN_CASES = (
         _decoder,
         _ids,
         _cross_entropy,
-        # A multiple of 64 instead of 50257, as everybody does it.
+        # A multiple of 64 instead of 50257, as is usual.
         {"vocabulary": 50304, "length": 1024, "width": 768, "depth": 12, "heads": 12},
         8,
         {"vocabulary": 512, "length": 64, "width": 128, "depth": 2, "heads": 4},

@@ -1,15 +1,15 @@
-"""What the suite `train` has found, in tables."""
+"""The tables and the picture of the suite `train`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.results import Record
-from benchmarks.train_cases import TRAIN_CASES
+from benchmarks.suites import NOT_MEASURED
+from benchmarks.train.cases import TRAIN_CASES
 from keras_mp.display.tables import Table, in_bytes
 
 PRECISIONS = ("float32", "tf32", "mixed_float16", "mixed_bfloat16")
-NOT_MEASURED = "not measured"
-NOT_COUNTED = "not counted"  # by torch on CPUs
+NOT_COUNTED = "not counted"  # torch counts no memory on CPUs
 _SHORT = {"float32": "float32", "tf32": "float32, TF32", "mixed_float16": "float16",
           "mixed_bfloat16": "bfloat16"}  # fmt: skip
 _COLUMNS = (
@@ -22,7 +22,7 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
 
     Args:
         records: of the suite.
-        whole: whether what is not among them has a row that says so.
+        whole: whether steps without a record have a row that says so.
     """
     return [
         _table(on, backend, records, whole)
@@ -84,7 +84,7 @@ def _largest(fits: Record | None) -> str:
 
 
 def plot(records: Sequence[Record]) -> Any:
-    """A matplotlib figure of speed-ups and memory; None if there are none."""
+    """A matplotlib figure of speed-ups and memory, or None without any."""
     places = {
         (r["on"], r["backend"], r["case"], r["precision"]): r
         for r in records
@@ -106,6 +106,6 @@ def plot(records: Sequence[Record]) -> Any:
             )
     if not ratios["speed-up"]:
         return None
-    from keras_mp.display.plots.benchmarks import plot_train
+    from benchmarks.plots import plot_train
 
     return plot_train(ratios)

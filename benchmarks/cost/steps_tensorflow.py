@@ -7,12 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 import keras_mp
-from benchmarks.cases import Problem
-from benchmarks.steps import EPSILON, LEARNING_RATE, SCALE
+from benchmarks.cost.cases import Problem
+from benchmarks.cost.peers import EPSILON, LEARNING_RATE, SCALE, moments_of
 
 
 class KerasAdam:
-    """Without loss scaling: a `tf.function`, by XLA or not."""
+    """Without loss scaling: a `tf.function`, with XLA or without."""
 
     def __init__(self, problem: Problem, jit: bool) -> None:
         self._model, self._loss = problem.model, problem.loss
@@ -26,13 +26,13 @@ class KerasAdam:
         self._optimizer.build(self._model.trainable_variables)
         self._step = tf.function(self.update, jit_compile=jit)
 
-    def run(self, steps: int, poisoned: bool = False) -> None:
-        batch = self._batches[poisoned]
+    def run(self, steps: int, nonfinite: bool = False) -> None:
+        batch = self._batches[nonfinite]
         loss = None
         for _ in range(steps):
             loss = self._step(*batch)
         if loss is not None:
-            # The steps follow each other: what the last one wrote is there then.
+            # Each step needs the one before: when the last is done, all are.
             loss.numpy()
             self._model.trainable_variables[-1].numpy()
 
@@ -40,8 +40,7 @@ class KerasAdam:
         return [v.numpy() for v in self._model.trainable_variables]
 
     def moments(self) -> list[np.ndarray]:
-        moments = [*self._adam._momentums, *self._adam._velocities]
-        return [v.numpy() for v in moments]
+        return [v.numpy() for v in moments_of(self._adam)]
 
     def wrapped(self, adam: Any) -> Any:
         return adam

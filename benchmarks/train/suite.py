@@ -1,10 +1,8 @@
-"""The suite `train`: whole training steps under each policy, in speed and memory."""
+"""The suite `train`: speed and memory of whole training steps under each policy."""
 
-import pathlib
-import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -12,81 +10,28 @@ import keras
 import keras_mp
 from benchmarks.origin import origin
 from benchmarks.pairs import quartiles
-from benchmarks.peaks import peak
-from benchmarks.processes import Job
 from benchmarks.results import Record
-from benchmarks.train_cases import TRAIN_CASES, TrainCase
-from benchmarks.train_tables import PRECISIONS, plot, tables
-from benchmarks.trainers import (
-    TRAINERS,
+from benchmarks.suites import Suite
+from benchmarks.train.cases import TRAIN_CASES, TrainCase
+from benchmarks.train.device import (
     device_memory,
     forget,
     has_gpu,
+    is_nvidia_here,
     is_out_of_memory,
+    peak,
     set_tf32,
 )
+from benchmarks.train.tables import PRECISIONS, plot, tables
+from benchmarks.train.trainers import TRAINERS
 from keras_mp.backends import engine
 
-__all__ = ["BUDGET", "IDENTITY", "NAME", "NAMES", "ON", "jobs", "measure", "plot",
-           "tables"]  # fmt: skip
-
-NAME = "train"
-IDENTITY = ("on", "case", "backend", "precision", "what")
-NAMES = tuple(case.name for case in TRAIN_CASES)
-ON = ("jax", "torch")
-BUDGET = 450.0
-"""Seconds for the whole suite; what is left then is not measured."""
-LIMITS = {"speed": 120.0, "fits": 150.0}
+ON = "gpu" if is_nvidia_here() else "cpu"
 WARM_UP, STRETCHES, STRETCH = 5, 7, 0.3
-"""Steps, stretches, and the seconds of one."""
+"""Steps before the timing; timed stretches; the seconds of each."""
 HALVINGS = 5
 TRIES = 4
-FRACTION = 0.9  # of the device's memory, that JAX may have
-
-
-def jobs(
-    cases: Sequence[str],
-    backends: Sequence[str],
-    peers: Sequence[str],
-    seconds: float | None,
-) -> list[Job]:
-    """A process for each configuration: the speed of all, then what fits of all."""
-    on = "gpu" if _is_nvidia_here() else "cpu"
-    configurations = [
-        {"on": on, "case": case.name, "backend": backend, "precision": precision}
-        for case in TRAIN_CASES
-        for precision in PRECISIONS
-        for backend in backends
-        if case.name in cases and (on == "gpu" or precision != "tf32")
-    ]
-    return [
-        Job(
-            NAME,
-            {**configuration, "what": what},
-            {},
-            limit=LIMITS[what],
-            # On CPUs imports would take the time of what is measured.
-            ahead=on == "gpu",
-            environment={
-                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-                "XLA_PYTHON_CLIENT_MEM_FRACTION": str(FRACTION),
-                # The libraries' own switch, beside those of the frameworks.
-                **(
-                    {"NVIDIA_TF32_OVERRIDE": "0"}
-                    if configuration["precision"] == "float32"
-                    else {}
-                ),
-            },
-        )
-        for what in (("speed", "fits") if on == "gpu" else ("speed",))
-        for configuration in configurations
-    ]
-
-
-def _is_nvidia_here() -> bool:
-    """Asked before a framework is: it would keep memory of the device."""
-    driver = pathlib.Path("/proc/driver/nvidia/version").exists()
-    return driver or shutil.which("nvidia-smi") is not None
+FRACTION = 0.9  # of the device's memory, for JAX
 
 
 def measure(
@@ -96,29 +41,29 @@ def measure(
     precision: str,
     what: str,
     batch: int | None = None,
-    tell: Callable[[float], object] = lambda part: None,
+    progress: Callable[[float], object] = lambda part: None,
     ready: Callable[[], object] = lambda: None,
 ) -> Iterator[Record]:
-    """Measures a configuration; Keras must be running on `backend`.
+    """Measures a configuration; Keras must run on `backend`.
 
     Args:
-        on: "gpu" or "cpu", which has smaller networks.
-        case: its name.
-        backend: of it.
+        on: "gpu" or "cpu", with smaller networks.
+        case: the name of the network.
+        backend: the backend.
         precision: "float32", "tf32", "mixed_float16" or "mixed_bfloat16".
-        what: "speed", or "fits": the largest batch.
-        batch: its size; that of the case if left out.
-        tell: is told how much of it is done, from 0 to 1.
-        ready: is called before the device is touched.
+        what: "speed" or "fits", the largest batch.
+        batch: its size; the case's if left out.
+        progress: takes the share that is done, from 0 to 1.
+        ready: is called before the first use of the device.
 
     Yields:
-        Records, each in the place of the one before.
+        Records, each in place of the one before.
 
     Raises:
         RuntimeError: if the framework sees no GPU though there is one.
     """
     ready()
-    if on == "gpu" and not has_gpu(backend):
+    if on == "gpu" and not has_gpu():
         raise RuntimeError(f"{backend} sees no GPU: install its build with CUDA")
     found = {case.name: case for case in TRAIN_CASES}[case]
     if precision in ("float32", "tf32"):
@@ -128,20 +73,20 @@ def measure(
     setting = _Setting(found, on, backend, precision)
     batch = batch or (found.batch if on == "gpu" else found.small_batch)
     if what == "speed":
-        yield _speed(setting, batch, tell)
+        yield _speed(setting, batch, progress)
     else:
-        yield from _fits(setting, batch, tell)
+        yield from _fits(setting, batch, progress)
 
 
 class _Setting:
-    """A network in a precision, to be built with batches of any size."""
+    """A network in a precision, for batches of any size."""
 
     def __init__(self, case: TrainCase, on: str, backend: str, precision: str) -> None:
         self.case, self.backend, self.precision = case, backend, precision
         self.sizes = case.sizes if on == "gpu" else case.small_sizes
 
     def trainer(self, batch: int) -> tuple[Any, float]:
-        """(a trainer, operations of the forward pass for one example)."""
+        """A trainer, and the operations of the forward pass for one example."""
         keras.utils.set_random_seed(0)
         policy = "float32" if self.precision == "tf32" else self.precision
         with keras_mp.policy_scope(policy):
@@ -151,11 +96,13 @@ class _Setting:
             return TRAINERS[self.backend](model, *data), operations
 
 
-def _speed(setting: _Setting, batch: int, tell: Callable[[float], object]) -> Record:
-    """With half the batch, and half of that, where the device has too little memory."""
+def _speed(
+    setting: _Setting, batch: int, progress: Callable[[float], object]
+) -> Record:
+    """The speed; with half the batch, or a quarter, if the memory is too small."""
     for _ in range(HALVINGS):
         try:
-            return _speed_at(setting, batch, tell)
+            return _speed_at(setting, batch, progress)
         except Exception as error:
             if not is_out_of_memory(error) or batch == 1:
                 raise
@@ -164,14 +111,16 @@ def _speed(setting: _Setting, batch: int, tell: Callable[[float], object]) -> Re
     raise RuntimeError(f"not even a batch of {2 * batch} fits")
 
 
-def _speed_at(setting: _Setting, batch: int, tell: Callable[[float], object]) -> Record:
+def _speed_at(
+    setting: _Setting, batch: int, progress: Callable[[float], object]
+) -> Record:
     read_memory = engine.measure_memory()
     trainer, operations = setting.trainer(batch)
-    tell(0.2)
+    progress(0.2)
     start = time.perf_counter()
     trainer.run(1)
     first = time.perf_counter() - start
-    tell(0.7)
+    progress(0.7)
     trainer.run(WARM_UP)
     start = time.perf_counter()
     trainer.run(1)
@@ -181,13 +130,13 @@ def _speed_at(setting: _Setting, batch: int, tell: Callable[[float], object]) ->
         start = time.perf_counter()
         trainer.run(steps)
         times.append((time.perf_counter() - start) / steps)
-        tell(0.7 + 0.3 * number / STRETCHES)
-    told = origin()
+        progress(0.7 + 0.3 * number / STRETCHES)
+    where = origin()
     # Forward once, backward twice.
     rate = 3 * operations * batch / statistics.median(times)
-    most = peak(told["device"], setting.precision)
+    most = peak(where["device"], setting.precision)
     return {
-        **told,
+        **where,
         "batch": batch,
         "step_seconds": quartiles(times)._asdict(),
         "examples_per_second": quartiles([batch / t for t in times])._asdict(),
@@ -201,16 +150,16 @@ def _speed_at(setting: _Setting, batch: int, tell: Callable[[float], object]) ->
 
 
 def _fits(
-    setting: _Setting, batch: int, tell: Callable[[float], object]
+    setting: _Setting, batch: int, progress: Callable[[float], object]
 ) -> Iterator[Record]:
-    """The largest batch that has been run, and the smallest that was too large.
+    """The largest batch that ran, and the smallest that was too large.
 
-    What a batch takes grows with its size: the first one tells where to look.
+    Memory grows with the batch: the first one shows where to look.
     """
     needed = None
     fits, too_large = 0, None
     for number in range(TRIES):
-        tell(number / TRIES)
+        progress(number / TRIES)
         read_memory = engine.measure_memory()
         trainer = None
         try:
@@ -223,7 +172,7 @@ def _fits(
             if not is_out_of_memory(error):
                 raise
             too_large = min(batch, too_large or batch)
-            # The traceback holds what has to be given back.
+            # The traceback keeps the tensors alive.
             error.__traceback__ = None
         trainer = None
         forget(setting.backend)
@@ -262,5 +211,39 @@ def _next_batch(
 
 
 def _rounded(batch: float) -> int:
-    """Down to a multiple of 8, which tensor cores like, if it is more than that."""
+    """Rounded down to a multiple of 8, for the tensor cores, from 64 on."""
     return int(batch) // 8 * 8 if batch >= 64 else int(batch)
+
+
+def _environment(about: Mapping[str, str]) -> dict[str, str]:
+    variables = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(FRACTION),
+    }
+    if about["precision"] == "float32":
+        # The switch of NVIDIA's libraries, beside those of the frameworks.
+        variables["NVIDIA_TF32_OVERRIDE"] = "0"
+    return variables
+
+
+SUITE = Suite(
+    "train",
+    # First the speed of all, then the largest batches.
+    [
+        {"on": ON, "case": case.name, "backend": backend, "precision": precision,
+         "what": what}
+        for what in (("speed", "fits") if ON == "gpu" else ("speed",))
+        for case in TRAIN_CASES
+        for precision in PRECISIONS
+        for backend in ("jax", "torch")
+        if ON == "gpu" or precision != "tf32"
+    ],
+    measure,
+    tables,
+    plot,
+    limit=150.0,
+    budget=450.0,
+    # On CPUs the imports of the next process would disturb the timing.
+    ahead=ON == "gpu",
+    environment=_environment,
+)  # fmt: skip

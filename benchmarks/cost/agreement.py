@@ -1,4 +1,4 @@
-"""Do steps agree? Asked before anything is timed."""
+"""Do the steps agree? Only those that do are timed."""
 
 import time
 from collections.abc import Sequence
@@ -6,36 +6,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.steps import Step
+from benchmarks.cost.peers import Step
 
 FINITE_STEPS = 3
 TOLERANCE = 0.003
-"""Of the change of the weights, and of the moments, as norms over the whole model.
+"""The largest error of the weights' change and of the moments, relative to their norm.
 
-Rounding in float32 makes 1e-6 of the moments. Of the weights it makes more: where a
+Rounding in float32 makes 1e-6 of the moments. It makes more of the weights: where a
 gradient is as small as its rounding, Adam takes a whole step in either direction, which
-was 5e-4 of the norm. A scale that was not taken out again, or a step too few, is above
-a tenth.
+was 5e-4 of the norm. A loss scale that stays in, or a missing step, makes more than a
+tenth.
 """
 
 
 class Check(NamedTuple):
-    """What came of holding a step against the reference.
+    """How a step compares with the reference.
 
     Attributes:
-        complaint: what is different; empty if nothing is.
-        first_step_seconds: what the first step took, with what had to be compiled.
+        difference: what is different; empty if nothing is.
+        first_step_seconds: the time of the first step, compilation included.
     """
 
-    complaint: str
+    difference: str
     first_step_seconds: float
 
 
 class Reference:
-    """What the step without loss scaling comes to, for others to be held against.
+    """What the step without loss scaling computes, to compare others with.
 
     Args:
-        step: a new one; it is led through all finite steps here.
+        step: a new one; it takes all its steps here.
     """
 
     def __init__(self, step: Step) -> None:
@@ -46,10 +46,10 @@ class Reference:
             self.after.append((step.weights(), step.moments()))
 
     def check(self, step: Step, scaling: bool = True) -> Check:
-        """Holds a new step against it.
+        """Compares a new step with the reference.
 
-        It takes finite steps; then, if it scales, one whose gradients are not finite,
-        which must change neither weights nor moments; then a finite one.
+        The step takes finite steps; then, if it scales, one whose gradients are not
+        finite, which must change neither weights nor moments; then a finite one.
         """
         start = time.perf_counter()
         initial = step.weights()
@@ -57,20 +57,20 @@ class Reference:
         first = time.perf_counter() - start
         if _changed(self.initial, initial):
             return Check("it starts with other weights", first)
-        return Check(self._complaint(step, scaling), first)
+        return Check(self._all_steps(step, scaling), first)
 
-    def _complaint(self, step: Step, scaling: bool) -> str:
+    def _all_steps(self, step: Step, scaling: bool) -> str:
         step.run(FINITE_STEPS - 1)
-        if complaint := self._difference(0, step):
-            return f"after {FINITE_STEPS} steps {complaint}"
+        if difference := self._difference(0, step):
+            return f"after {FINITE_STEPS} steps {difference}"
         if scaling:
             before = [*step.weights(), *step.moments()]
-            step.run(1, poisoned=True)
+            step.run(1, nonfinite=True)
             if _changed(before, [*step.weights(), *step.moments()]):
                 return "a step whose gradients are not finite is not skipped"
         step.run(1)
-        if complaint := self._difference(1, step):
-            return f"after a skipped step {complaint}"
+        if difference := self._difference(1, step):
+            return f"after a skipped step {difference}"
         return ""
 
     def _difference(self, index: int, step: Step) -> str:
@@ -84,7 +84,7 @@ class Reference:
             ("second moments", our_moments[half:], moments[half:], moments[half:]),
         ):
             off = _norm([a - b for a, b in zip(found, expected, strict=True)])
-            # Written so that nan is too much.
+            # In this form nan is too much.
             if not off <= TOLERANCE * _norm(size):
                 share = off / _norm(size)
                 return f"the {what} are off by {share:.2g} of what they should be"

@@ -1,7 +1,7 @@
 """Training steps on JAX: a model of Keras under the Adam of Keras and of optax.
 
-Each peer is used as its documentation does. What differs from a step without loss
-scaling stands in the methods of each class.
+Each peer is used as in its documentation. The methods of each class hold what differs
+from a step without loss scaling.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 import keras_mp
-from benchmarks.cases import Problem
-from benchmarks.steps import EPSILON, LEARNING_RATE, SCALE
+from benchmarks.cost.cases import Problem
+from benchmarks.cost.peers import EPSILON, LEARNING_RATE, SCALE, moments_of
 
 
 class JaxStep:
@@ -36,8 +36,8 @@ class JaxStep:
         )
         self.step = jax.jit(self.update, donate_argnums=0) if jit else self.update
 
-    def run(self, steps: int, poisoned: bool = False) -> None:
-        state, batch = self._state, self._batches[poisoned]
+    def run(self, steps: int, nonfinite: bool = False) -> None:
+        state, batch = self._state, self._batches[nonfinite]
         for _ in range(steps):
             state, _ = self.step(state, batch)
         self._state = jax.block_until_ready(state)
@@ -46,11 +46,11 @@ class JaxStep:
         return [np.asarray(x) for x in self._state[0]]
 
     def arguments(self) -> tuple[Any, Any]:
-        """What `step` is called with, to compile it ahead of time."""
+        """The arguments of `step`, to compile it ahead of time."""
         return self._state, self._batches[0]
 
     def loss(self, trainable: Any, non_trainable: Any, batch: Any) -> tuple[Any, Any]:
-        """The mean loss of a batch, and (it, the non-trainable variables after it)."""
+        """The mean loss of a batch, and (it, the new non-trainable variables)."""
         x, y, weights = batch
         y_pred, updated = self._model.stateless_call(
             trainable, non_trainable, x, training=True
@@ -106,8 +106,7 @@ class KerasAdam(JaxStep):
     def moments(self) -> list[np.ndarray]:
         values = zip(self._optimizer.variables, self._state[2], strict=True)
         by_variable = {id(variable): value for variable, value in values}
-        moments = [*self._adam._momentums, *self._adam._velocities]
-        return [np.asarray(by_variable[id(v)]) for v in moments]
+        return [np.asarray(by_variable[id(v)]) for v in moments_of(self._adam)]
 
 
 class KerasOwn(KerasAdam):
@@ -124,7 +123,7 @@ class KerasOwn(KerasAdam):
 
 
 class Ours(KerasAdam):
-    """keras_mp's LossScaleOptimizer, statistics put back after a skipped step."""
+    """keras_mp's LossScaleOptimizer, which restores statistics after a skipped step."""
 
     def wrapped(self, adam: Any) -> Any:
         return keras_mp.LossScaleOptimizer(adam, initial_scale=SCALE)
@@ -173,7 +172,7 @@ class OptaxAdam(JaxStep):
         return (after, updated, (own_after, scale)), value
 
     def unscaled(self, loss: Callable, scale: Any, trainable: Any) -> Any:
-        """(gradients, what `loss` found, the scale after it, finite or None)."""
+        """(gradients, the second result of `loss`, the next scale, finite or None)."""
         grads, found = jax.grad(loss, has_aux=True)(trainable)
         return grads, found, scale, None
 
@@ -200,7 +199,7 @@ def _has_moments(x: Any) -> bool:
 
 
 class ApplyIfFinite(OptaxAdam):
-    """`optax.apply_if_finite`, under a loss scale that stays: it has no other."""
+    """`optax.apply_if_finite` with a fixed loss scale: it has no other."""
 
     def wrapped(self, adam: Any) -> Any:
         import optax
@@ -222,7 +221,7 @@ class Flax(OptaxAdam):
     def scale(self) -> Any:
         from flax.training.dynamic_scale import DynamicScale
 
-        # As arrays from the start: a Python number would be compiled twice.
+        # Arrays from the start: with Python numbers JAX would compile twice.
         return DynamicScale(
             scale=jnp.asarray(SCALE, "float32"), fin_steps=jnp.asarray(0, "int32")
         )

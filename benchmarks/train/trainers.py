@@ -1,4 +1,4 @@
-"""Training steps as `fit` takes them, with the batch on the device from the start."""
+"""Training steps as in `fit`, with the batch on the device from the start."""
 
 import itertools
 from collections.abc import Callable
@@ -7,10 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_mp.keras_seams.private import build_from_batch
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-
-# XLA; torch and XLA; cuBLAS and cuDNN.
-OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "ALLOC_FAILED")
 
 
 class JaxTrainer:
@@ -26,7 +24,7 @@ class JaxTrainer:
 
         self._wait = jax.block_until_ready
         self._batches = itertools.repeat(jax.device_put((x, y)))
-        model._symbolic_build(data_batch=(x, y))
+        build_from_batch(model, (x, y))
         model.make_train_function()
         self._step = model.train_function
         self._optimizer = model.optimizer
@@ -36,12 +34,12 @@ class JaxTrainer:
             model.optimizer.variables,
             model.metrics_variables,
         )
-        # Donated at the first step: the variables of the model hold nothing then.
+        # The first step donates it: from then on the model's variables are empty.
         self._state = tuple([v.value for v in part] for part in parts)
 
     @property
     def resident_bytes(self) -> int:
-        """What the state takes, whatever the batch."""
+        """The bytes of the state, which do not depend on the batch."""
         return sum(x.nbytes for part in self._state for x in part)
 
     def run(self, steps: int) -> None:
@@ -65,7 +63,7 @@ class TorchTrainer:
 
     def __init__(self, model: Any, x: np.ndarray, y: np.ndarray) -> None:
         self._data = [tuple(keras.ops.convert_to_tensor(part) for part in (x, y))]
-        model._symbolic_build(data_batch=(x, y))
+        build_from_batch(model, (x, y))
         model.make_train_function()
         self._model, self._step = model, model.train_function
 
@@ -92,61 +90,3 @@ TRAINERS: dict[str, Callable[[Any, np.ndarray, np.ndarray], Any]] = {
     "jax": JaxTrainer,
     "torch": TorchTrainer,
 }
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device had not enough memory; frameworks have classes of their own."""
-    told = f"{type(error).__name__} {error}".lower()
-    return any(words.lower() in told for words in OUT_OF_MEMORY)
-
-
-def set_tf32(backend: str, allowed: bool) -> None:
-    """Lets products and convolutions of float32 round to TF32, or not."""
-    if backend == "jax":
-        import jax
-
-        precision = "tensorfloat32" if allowed else "highest"
-        jax.config.update("jax_default_matmul_precision", precision)
-    else:
-        import torch
-
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-        torch.backends.cudnn.allow_tf32 = allowed
-
-
-def device_memory(backend: str) -> int | None:
-    """Bytes that this process may have on its GPU; None without one."""
-    if backend == "jax":
-        import jax
-
-        stats = jax.local_devices()[0].memory_stats() or {}
-        return stats.get("bytes_limit")
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-
-
-def has_gpu(backend: str) -> bool:
-    """Whether the framework itself sees an NVIDIA GPU."""
-    from keras_mp.backends import engine
-
-    return any(device.kind == "cuda" for device in engine.list_devices())
-
-
-def forget(backend: str) -> None:
-    """Gives back what a training, of which nothing else is left, has taken."""
-    import gc
-
-    keras.utils.clear_session()
-    gc.collect()
-    if backend == "jax":
-        import jax
-
-        jax.clear_caches()
-    else:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

@@ -1,18 +1,17 @@
-"""What the suite `quality` has found, in tables."""
+"""The tables of the suite `quality`."""
 
 import math
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.cases import BACKENDS
-from benchmarks.quality_tasks import TASKS, Task
+from benchmarks.quality.confidence_interval import confidence_interval
+from benchmarks.quality.tasks import TASKS, Task
 from benchmarks.results import Record
-from benchmarks.student import paired
+from benchmarks.suites import BACKENDS, NOT_MEASURED
 from keras_mp.display.tables import Table
 
 UNSCALED, STOCK = "unscaled", "stock"
 WAYS = ("float32", "mixed_float16", "mixed_bfloat16", UNSCALED, STOCK)
-NOT_MEASURED = "not measured"
 _TITLES = {
     UNSCALED: "float16, not scaled",
     STOCK: "Keras' mixed_float16",
@@ -25,8 +24,8 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
 
     Args:
         records: of the suite.
-        whole: whether what is not among them has a row that says so; on JAX, if there
-            are none at all.
+        whole: whether trainings without a record have a row that says so. Without any
+            record, that is a table for JAX.
     """
     measured = [b for b in BACKENDS if any(r["backend"] == b for r in records)]
     return [
@@ -45,8 +44,8 @@ def _table(backend: str, records: Sequence[Record], whole: bool) -> Table:
             record = mine.get((task.name, way))
             if way == STOCK and not task.stock or record is None and not whole:
                 continue
-            told = _TITLES.get(way, way)
-            rows.append((title, told, *_cells(task, record, base)))
+            name = _TITLES.get(way, way)
+            rows.append((title, name, *_cells(task, record, base)))
             title = ""
     seeds = max((len(r.get("values", [])) for r in mine.values()), default=0)
     failed = [
@@ -71,21 +70,18 @@ def _cells(task: Task, record: Record | None, base: Record) -> tuple[str, str, s
     if lost:
         ends = f"{ends}{'; ' if ends else ''}{lost} of {len(values)} not finite"
     skipped = [s for s in record["skipped_steps"] if s is not None]
-    told = f"{min(skipped)} to {max(skipped)}" if skipped else ""
+    counts = f"{min(skipped)} to {max(skipped)}" if skipped else ""
     if record is base or len(values) != len(base.get("values", [])):
-        return ends, "", told
-    interval = paired(base["values"], values)
+        return ends, "", counts
+    interval = confidence_interval(base["values"], values)
     if interval is None:
-        return ends, "", told
+        return ends, "", counts
     off, half = (_number(task, x, mean) for x in interval)
-    return ends, f"{'' if interval.mean < 0 else '+'}{off} ± {half}", told
+    return ends, f"{'' if interval.mean < 0 else '+'}{off} ± {half}", counts
 
 
 def _number(task: Task, value: float, like: float) -> str:
-    """With as many digits as one of the size of `like` has."""
+    """The value with the digits that a number as large as `like` has."""
     if task.metric[0] == "accuracy":
         return f"{100 * value:.2f} %"
     return f"{value:.0f}" if abs(like) >= 100 else f"{value:.4f}"
-
-
-plot = None  # There is a table of a dozen numbers; nobody would rather look.

@@ -1,4 +1,4 @@
-"""What the cost of loss scaling is measured on: models, batches, how they are run."""
+"""What the suite `cost` measures: models, batches, how they run."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -8,17 +8,16 @@ import numpy as np
 from keras import ops
 
 from benchmarks import models
-
-BACKENDS = ("jax", "tensorflow", "torch")
+from benchmarks.suites import BACKENDS
 
 
 class Problem(NamedTuple):
-    """What a training step needs, the optimizer aside.
+    """What a training step needs, except for the optimizer.
 
     Attributes:
         model: built, in float32.
         x, y: a batch, as NumPy arrays.
-        loss: of (y, the model's output), a tensor (batch,): a loss for each example.
+        loss: (y, the model's output) -> the loss of each example: (batch,).
     """
 
     model: Any
@@ -28,17 +27,17 @@ class Problem(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A model and how its training step is run.
+    """A model, and how its training step runs.
 
     Attributes:
-        name: what `--case` calls it.
-        title: what the tables call it.
+        name: for `--case`.
+        title: for the tables.
         backends: where it is measured.
-        jit: compiled (on TensorFlow by XLA), or not.
-        make: builds the problem from sizes.
-        sizes: what is measured.
+        jit: whether the step is compiled, on TensorFlow by XLA.
+        make: sizes -> the problem.
+        sizes: what the suite measures.
         smallest: what the tests run.
-        slow: peers that take minutes to compile, or to run.
+        slow: peers that take minutes to compile or to run.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Case(NamedTuple):
     slow: tuple[str, ...] = ()
 
     def problem(self, smallest: bool = False) -> Problem:
-        """The same weights and the same batch at each call."""
+        """The problem, with the same weights and the same batch at each call."""
         keras.utils.set_random_seed(0)
         return self.make(**(self.smallest if smallest else self.sizes))
 

@@ -1,0 +1,1 @@
+"""What trainings to the end come to under each policy."""
