@@ -1,4 +1,4 @@
-"""What loss scaling costs, drawn."""
+"""The pictures of the suites `cost` and `train`."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,16 @@ def plot_cost(
     ratios: Mapping[str, Mapping[str, tuple[float, float, float]]],
     unclear: Sequence[str],
 ) -> Figure:
-    """Draws how many times as long a step takes with loss scaling.
+    """Draws the time of a step with loss scaling over the time of one without.
 
     Args:
         ratios: case -> peer -> the median and the quartiles below and above it.
-        unclear: the cases that are inconclusive; drawn pale.
+        unclear: the inconclusive cases, drawn pale.
 
     Returns:
         A figure with a caption, on an Agg canvas.
     """
-    figure = Picture(figsize=(10, 1.8 + 0.55 * len(ratios)), dpi=120)
-    FigureCanvasAgg(figure)
+    figure = _figure(10, 1.8 + 0.55 * len(ratios))
     axes = figure.subplots()
     peers = list(dict.fromkeys(p for found in ratios.values() for p in found))
     for number, peer in enumerate(peers):
@@ -68,30 +67,29 @@ def plot_cost(
     axes.set_xlabel("step time over the same step without loss scaling (no unit, log)")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    caption = (
+    return _captioned(
+        figure,
         "The nearer to the dashed line the better: there a step takes as long as one "
         "that does not scale. Medians over pairs of stretches of steps, right after "
         "each other; the thin lines are the quartiles. Pale: inconclusive, a "
-        "second copy of the unscaled step was off as well."
+        "second copy of the unscaled step was off as well.",
+        characters=130,
+        inches=0.75,
     )
-    figure.text(0.015, 0.02, textwrap.fill(caption, 130), fontsize=9.5, va="bottom")
-    figure.tight_layout(rect=(0, 0.75 / figure.get_figheight(), 1, 1))
-    return figure
 
 
 @our_style
 def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
-    """Draws speed and memory of precisions over those of float32.
+    """Draws the speed and the memory of each precision over those of float32.
 
     Args:
-        ratios: "speed-up" or "memory" -> network -> precision -> times that of float32.
+        ratios: "speed-up" or "memory" -> network -> precision -> ratio.
 
     Returns:
         A figure of two panels with a caption, on an Agg canvas.
     """
     rows = list(dict.fromkeys(row for found in ratios.values() for row in found))
-    figure = Picture(figsize=(11, 2 + 0.5 * len(rows)), dpi=120)
-    FigureCanvasAgg(figure)
+    figure = _figure(11, 2 + 0.5 * len(rows))
     panels = figure.subplots(1, len(ratios), sharey=True)
     colours = ("#56B4E9", "#D55E00", "#009E73")
     for axes, (what, found) in zip(panels, ratios.items(), strict=True):
@@ -114,10 +112,24 @@ def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figur
         axes.set_xlabel("times that of float32 without TF32 (no unit)")
         axes.grid(axis="x", alpha=0.3)
     panels[0].legend()
-    caption = (
+    return _captioned(
+        figure,
         "Left: examples per second; right of the dashed line is faster than float32. "
-        "Right: the most memory that a step takes; left of the line is less."
+        "Right: the most memory that a step takes; left of the line is less.",
+        characters=140,
+        inches=0.6,
     )
-    figure.text(0.015, 0.02, textwrap.fill(caption, 140), fontsize=9.5, va="bottom")
-    figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Picture(figsize=(width, height), dpi=120)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _captioned(figure: Figure, caption: str, characters: int, inches: float) -> Figure:
+    """The figure with a caption in lines of so many characters, in so much space."""
+    text = textwrap.fill(caption, characters)
+    figure.text(0.015, 0.02, text, fontsize=9.5, va="bottom")
+    figure.tight_layout(rect=(0, inches / figure.get_figheight(), 1, 1))
     return figure

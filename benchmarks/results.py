@@ -18,13 +18,17 @@ class Results:
         identity: the keys that tell one record from another.
 
     Raises:
-        ValueError: if the file holds something else.
+        ValueError: if the file holds something else, or there is no such folder.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], suite: str, identity: Sequence[str]
     ) -> None:
         self.path = pathlib.Path(path)
+        if not self.path.parent.is_dir():
+            raise ValueError(
+                f"`out` must be a file in a folder that exists. Received: {path}"
+            )
         self.suite = suite
         self.identity = tuple(identity)
         self.records: list[Record] = []

@@ -61,6 +61,8 @@ def plan(
     Raises:
         ValueError: for an unknown name; the message has the known ones.
     """
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"`seconds` must be more than 0. Received: {seconds=}.")
     found = suite_named(suite)
     known = found.values("case")
     usual = [name for name in known if name not in found.slow]

@@ -97,32 +97,18 @@ def _cross_entropy(y: Any, y_pred: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
 
 
-_WIDE = {"width": 610, "depth": 8, "batch": 16}
-_TRANSFORMER = {
-    "vocabulary": 2048,
-    "length": 64,
-    "width": 352,
-    "depth": 4,
-    "heads": 4,
-    "batch": 4,
-}
-_CNN = {"side": 32, "filters": 32, "stages": 3, "classes": 10, "batch": 16}
+_WIDE = dict(width=610, depth=8, batch=16)
+_TRANSFORMER = dict(vocabulary=2048, length=64, width=352, depth=4, heads=4, batch=4)
+_CNN = dict(side=32, filters=32, stages=3, classes=10, batch=16)
 
 
 def _small(variables: int) -> dict[str, int]:
-    return {"width": 16, "depth": variables // 2, "batch": 8}
+    return dict(width=16, depth=variables // 2, batch=8)
 
 
-_TINY_DENSE = {"width": 4, "depth": 3, "batch": 2}
-_TINY_TRANSFORMER = {
-    "vocabulary": 8,
-    "length": 4,
-    "width": 8,
-    "depth": 1,
-    "heads": 2,
-    "batch": 2,
-}
-_TINY_CNN = {"side": 8, "filters": 2, "stages": 1, "classes": 3, "batch": 2}
+_TINY_DENSE = dict(width=4, depth=3, batch=2)
+_TINY_TRANSFORMER = dict(vocabulary=8, length=4, width=8, depth=1, heads=2, batch=2)
+_TINY_CNN = dict(side=8, filters=2, stages=1, classes=3, batch=2)
 
 CASES = (
     Case("wide", "8 wide dense layers, 3 M weights", ("jax", "tensorflow"), True,

@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import keras
 import numpy as np
 
 from benchmarks.cost.cases import Problem
@@ -86,6 +87,14 @@ def steps_on(backend: str) -> Steps:
     """The steps of the backend that Keras runs on."""
     module = importlib.import_module(f"benchmarks.cost.steps_{backend}")
     return Steps(module.UNSCALED, module.SCALED)
+
+
+def keras_optimizer(wrapper: Any, model: Any) -> tuple[Any, Any]:
+    """Keras' Adam, and what wraps it, built for a model; Adam twice for None."""
+    adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
+    optimizer = adam if wrapper is None else wrapper(adam, initial_scale=SCALE)
+    optimizer.build(model.trainable_variables)
+    return adam, optimizer
 
 
 def moments_of(adam: Any) -> list[Any]:

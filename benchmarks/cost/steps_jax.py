@@ -14,7 +14,13 @@ import numpy as np
 
 import keras_mp
 from benchmarks.cost.cases import Problem
-from benchmarks.cost.peers import EPSILON, LEARNING_RATE, SCALE, moments_of
+from benchmarks.cost.peers import (
+    EPSILON,
+    LEARNING_RATE,
+    SCALE,
+    keras_optimizer,
+    moments_of,
+)
 
 
 class JaxStep:
@@ -73,14 +79,11 @@ class JaxStep:
 class KerasAdam(JaxStep):
     """Without loss scaling."""
 
-    def initial(self, trainable: Any) -> Any:
-        self._adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
-        self._optimizer = self.wrapped(self._adam)
-        self._optimizer.build(self._model.trainable_variables)
-        return [jnp.array(v.value) for v in self._optimizer.variables]
+    wrapper: Any = None
 
-    def wrapped(self, adam: Any) -> Any:
-        return adam
+    def initial(self, trainable: Any) -> Any:
+        self._adam, self._optimizer = keras_optimizer(self.wrapper, self._model)
+        return [jnp.array(v.value) for v in self._optimizer.variables]
 
     def scaled(self, own: Any, loss: Any) -> Any:
         return loss
@@ -112,8 +115,7 @@ class KerasAdam(JaxStep):
 class KerasOwn(KerasAdam):
     """Keras' LossScaleOptimizer."""
 
-    def wrapped(self, adam: Any) -> Any:
-        return keras.optimizers.LossScaleOptimizer(adam, initial_scale=SCALE)
+    wrapper = keras.optimizers.LossScaleOptimizer
 
     def scaled(self, own: Any, loss: Any) -> Any:
         # As in Keras' JAXTrainer.
@@ -125,8 +127,7 @@ class KerasOwn(KerasAdam):
 class Ours(KerasAdam):
     """keras_mp's LossScaleOptimizer, which restores statistics after a skipped step."""
 
-    def wrapped(self, adam: Any) -> Any:
-        return keras_mp.LossScaleOptimizer(adam, initial_scale=SCALE)
+    wrapper = keras_mp.LossScaleOptimizer
 
     def scaled(self, own: Any, loss: Any) -> Any:
         return self._optimizer.stateless_scale_loss(own, loss)

@@ -8,11 +8,13 @@ import tensorflow as tf
 
 import keras_mp
 from benchmarks.cost.cases import Problem
-from benchmarks.cost.peers import EPSILON, LEARNING_RATE, SCALE, moments_of
+from benchmarks.cost.peers import keras_optimizer, moments_of
 
 
 class KerasAdam:
     """Without loss scaling: a `tf.function`, with XLA or without."""
+
+    wrapper: Any = None
 
     def __init__(self, problem: Problem, jit: bool) -> None:
         self._model, self._loss = problem.model, problem.loss
@@ -21,9 +23,7 @@ class KerasAdam:
             [tf.constant(v) for v in (problem.x, problem.y, w)]
             for w in (ones, ones * np.inf)
         ]
-        self._adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
-        self._optimizer = self.wrapped(self._adam)
-        self._optimizer.build(self._model.trainable_variables)
+        self._adam, self._optimizer = keras_optimizer(self.wrapper, self._model)
         self._step = tf.function(self.update, jit_compile=jit)
 
     def run(self, steps: int, nonfinite: bool = False) -> None:
@@ -42,19 +42,13 @@ class KerasAdam:
     def moments(self) -> list[np.ndarray]:
         return [v.numpy() for v in moments_of(self._adam)]
 
-    def wrapped(self, adam: Any) -> Any:
-        return adam
-
-    def scaled(self, loss: Any) -> Any:
-        return loss
-
     def update(self, x: Any, y: Any, weights: Any) -> Any:
         """One step; returns the loss, unscaled."""
         variables = self._model.trainable_variables
         with tf.GradientTape() as tape:
             y_pred = self._model(x, training=True)
             loss = tf.reduce_mean(weights * self._loss(y, y_pred))
-            scaled = self.scaled(loss)
+            scaled = self._optimizer.scale_loss(loss)
         self.apply(tape.gradient(scaled, variables), variables, loss)
         return loss
 
@@ -65,21 +59,13 @@ class KerasAdam:
 class KerasOwn(KerasAdam):
     """Keras' LossScaleOptimizer."""
 
-    def wrapped(self, adam: Any) -> Any:
-        return keras.optimizers.LossScaleOptimizer(adam, initial_scale=SCALE)
-
-    def scaled(self, loss: Any) -> Any:
-        return self._optimizer.scale_loss(loss)
+    wrapper = keras.optimizers.LossScaleOptimizer
 
 
 class Ours(KerasAdam):
     """keras_mp's LossScaleOptimizer."""
 
-    def wrapped(self, adam: Any) -> Any:
-        return keras_mp.LossScaleOptimizer(adam, initial_scale=SCALE)
-
-    def scaled(self, loss: Any) -> Any:
-        return self._optimizer.scale_loss(loss)
+    wrapper = keras_mp.LossScaleOptimizer
 
     def apply(self, grads: Any, variables: Any, loss: Any) -> None:
         self._optimizer.apply(grads, variables, loss=loss)

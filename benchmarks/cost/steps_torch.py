@@ -9,7 +9,13 @@ from keras import ops
 
 import keras_mp
 from benchmarks.cost.cases import Problem
-from benchmarks.cost.peers import EPSILON, LEARNING_RATE, SCALE, moments_of
+from benchmarks.cost.peers import (
+    EPSILON,
+    LEARNING_RATE,
+    SCALE,
+    keras_optimizer,
+    moments_of,
+)
 
 
 class TorchStep:
@@ -49,19 +55,13 @@ class TorchStep:
 class KerasAdam(TorchStep):
     """The Adam of Keras, without loss scaling."""
 
+    wrapper: Any = None
+
     def initial(self) -> None:
-        self._adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
-        self._optimizer = self.wrapped(self._adam)
-        self._optimizer.build(self._variables)
-
-    def wrapped(self, adam: Any) -> Any:
-        return adam
-
-    def scaled(self, loss: Any) -> Any:
-        return loss
+        self._adam, self._optimizer = keras_optimizer(self.wrapper, self._model)
 
     def update(self, loss: Any) -> None:
-        self.scaled(loss).backward()
+        self._optimizer.scale_loss(loss).backward()
         grads = [v.value.grad for v in self._variables]
         with torch.no_grad():
             self.apply(grads, loss)
@@ -76,21 +76,13 @@ class KerasAdam(TorchStep):
 class KerasOwn(KerasAdam):
     """Keras' LossScaleOptimizer."""
 
-    def wrapped(self, adam: Any) -> Any:
-        return keras.optimizers.LossScaleOptimizer(adam, initial_scale=SCALE)
-
-    def scaled(self, loss: Any) -> Any:
-        return self._optimizer.scale_loss(loss)
+    wrapper = keras.optimizers.LossScaleOptimizer
 
 
 class Ours(KerasAdam):
     """keras_mp's LossScaleOptimizer."""
 
-    def wrapped(self, adam: Any) -> Any:
-        return keras_mp.LossScaleOptimizer(adam, initial_scale=SCALE)
-
-    def scaled(self, loss: Any) -> Any:
-        return self._optimizer.scale_loss(loss)
+    wrapper = keras_mp.LossScaleOptimizer
 
     def apply(self, grads: Any, loss: Any) -> None:
         self._optimizer.apply(grads, self._variables, loss=loss)

@@ -33,8 +33,7 @@ def measure(
             out.
         seconds: how long to time, without compilation and checks.
         smallest: whether to take the smallest sizes.
-        progress: takes the share that is done, from 0 to 1.
-        ready: is called before the timing.
+        progress, ready: see `Suite.measure`.
 
     Yields:
         One record: the ratios of each peer, or why there are none.

@@ -36,8 +36,7 @@ def measure(
             "stock" is Keras' own mixed_float16 with its own loss scaling.
         seeds: how many seeds, from 0; a seed fixes the initial weights and the batches.
         smallest: whether to train on a little of the data for one epoch.
-        progress: takes the share that is done, from 0 to 1.
-        ready: is called before the first training.
+        progress, ready: see `Suite.measure`.
 
     Yields:
         Records, each with one more seed in place of the one before.

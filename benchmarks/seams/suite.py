@@ -44,8 +44,7 @@ def measure(
         backend: the backend.
         seconds: how long to time pairs.
         smallest: whether to take the smallest sizes, once.
-        progress: takes the share that is done, from 0 to 1.
-        ready: is called before the timing.
+        progress, ready: see `Suite.measure`.
 
     Yields:
         One record: `ratios` over Keras without keras_mp, of pairs with `control` and

@@ -53,8 +53,7 @@ def measure(
         precision: "float32", "tf32", "mixed_float16" or "mixed_bfloat16".
         what: "speed" or "fits", the largest batch.
         batch: its size; the case's if left out.
-        progress: takes the share that is done, from 0 to 1.
-        ready: is called before the first use of the device.
+        progress, ready: see `Suite.measure`.
 
     Yields:
         Records, each in place of the one before.
