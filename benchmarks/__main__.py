@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Suites: cost, a step with loss scaling over the same step "
         "without, for keras_mp and others; seams, what keras_mp costs elsewhere; "
         "train, speed and memory of whole training steps under each policy; quality, "
-        "what trainings to the end come to. Prints tables; writes JSON and a picture.",
+        "the results of trainings to the end. Prints tables; writes JSON.",
     )
     parser.add_argument(
         "--suite",

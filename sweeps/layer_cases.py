@@ -1,9 +1,8 @@
-"""Every layer class of Keras with inputs to measure it on, the hard ones included.
+"""Every layer class of Keras with the inputs to measure it on, hard ones included.
 
-A case is a layer and what it is called with. Names are the class, then what is special
-about the case. Inputs whose last bits matter to the layer (tokens, ids) can be held
-exactly in both half dtypes, so that what is measured is the layer; raw data
-(`Normalization`) is what it would be.
+A case is a layer and the arguments of its call. Its name is the class, then what is
+special. Inputs whose last bits matter to the layer (tokens, ids) are exact in both half
+dtypes, so that only the layer rounds; raw data (`Normalization`) is realistic.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ NO_LANCZOS = ("jax", "tensorflow")  # Keras has no Lanczos resizing on torch.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer and what it is called with.
+    """One layer and the arguments of its call.
 
     Attributes:
         name: the class, and what is special after a comma.

@@ -1,1 +1,1 @@
-"""What trainings to the end come to under each policy."""
+"""The results of trainings to the end under each policy."""
