@@ -25,7 +25,7 @@ class Failure(Exception):
 
 
 class Result(NamedTuple):
-    """The outcome ("ok", or the first check that failed) and how many steps it skipped."""
+    """The outcome ("ok", or the first failed check) and how many steps it skipped."""
 
     outcome: str
     skipped: int
