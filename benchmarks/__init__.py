@@ -4,3 +4,6 @@ Each suite is a folder, `cost`, `seams`, `train` or `quality`, and starts in its
 `suite.py`. The code imports the frameworks, because it times their own ways to do the
 same. It is not in the wheel.
 """
+
+SUITES = ("cost", "seams", "train", "quality")
+BACKENDS = ("jax", "tensorflow", "torch")

@@ -5,8 +5,7 @@ import importlib
 import importlib.util
 import os
 
-SUITES = ("cost", "seams", "train", "quality")
-BACKENDS = ("jax", "tensorflow", "torch")
+from benchmarks import BACKENDS, SUITES
 
 
 def main() -> None:
@@ -33,6 +32,7 @@ def main() -> None:
 
 def _set_backend(asked: list[str] | None) -> None:
     """Names a backend that is installed; this process computes nothing with it."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     installed = [b for b in asked or BACKENDS if importlib.util.find_spec(b)]
     if installed:
         os.environ.setdefault("KERAS_BACKEND", installed[0])

@@ -7,9 +7,10 @@ The tables of `benchmarks/SUITE.json` stand between `<!-- measured: SUITE -->` a
 import pathlib
 from collections.abc import Sequence
 
+from benchmarks import SUITES
 from benchmarks.cost.tables import details
 from benchmarks.results import Record, read
-from benchmarks.suites import SUITES, suite_named
+from benchmarks.suites import suite_named
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks import SUITES
 from benchmarks.processes import Job
 from benchmarks.results import Record
 from keras_mp.display.tables import Table
 
-SUITES = ("cost", "seams", "train", "quality")
-BACKENDS = ("jax", "tensorflow", "torch")
 NOT_MEASURED = "not measured"
 
 

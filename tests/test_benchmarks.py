@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from backends import BACKEND
 
-from benchmarks import models, processes, readme, results, run, suites, worker
+from benchmarks import SUITES, models, processes, readme, results, run, suites, worker
 from benchmarks.cost import agreement
 from benchmarks.cost import suite as cost
 from benchmarks.cost import tables as cost_tables
@@ -459,7 +459,7 @@ def test_readme_has_what_the_json_renders_to(path):
 
 
 @once
-@pytest.mark.parametrize("suite", suites.SUITES)
+@pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_that_was_not_measured_says_so(suite, tmp_path):
     text = f"before\n<!-- measured: {suite} -->\n<!-- end of {suite} -->\nafter"
     rendered = readme.rendered(text, tmp_path)

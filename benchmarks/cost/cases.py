@@ -7,8 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from benchmarks import models
-from benchmarks.suites import BACKENDS
+from benchmarks import BACKENDS, models
 
 
 class Problem(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import numpy as np
 
+from benchmarks import BACKENDS
 from benchmarks.cost.cases import Problem
-from benchmarks.suites import BACKENDS
 
 LEARNING_RATE = 1e-4
 EPSILON = 1e-12

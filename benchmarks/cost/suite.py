@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from benchmarks import BACKENDS
 from benchmarks.cost.agreement import Reference
 from benchmarks.cost.cases import CASES, case_named
 from benchmarks.cost.peers import PEERS, Peer, Step, Steps, steps_on
@@ -12,7 +13,7 @@ from benchmarks.origin import origin
 from benchmarks.pairs import CONTROL, is_conclusive, time_in_pairs
 from benchmarks.processes import CAN_PIN
 from benchmarks.results import Record
-from benchmarks.suites import BACKENDS, Suite
+from benchmarks.suites import Suite
 
 
 def measure(

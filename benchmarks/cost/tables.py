@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import BACKENDS
 from benchmarks.cost.cases import CASES
 from benchmarks.cost.peers import PEERS
 from benchmarks.pairs import OFF
 from benchmarks.results import Record
-from benchmarks.suites import BACKENDS, NOT_MEASURED
+from benchmarks.suites import NOT_MEASURED
 from keras_mp.display.tables import Table
 
 UNCLEAR = "?"

@@ -8,11 +8,12 @@ import keras
 import numpy as np
 
 import keras_mp
+from benchmarks import BACKENDS
 from benchmarks.origin import origin
 from benchmarks.quality.tables import STOCK, UNSCALED, WAYS, tables
 from benchmarks.quality.tasks import TASKS, Data, Task
 from benchmarks.results import Record
-from benchmarks.suites import BACKENDS, Suite
+from benchmarks.suites import Suite
 from keras_mp.keras_seams.seams import install, uninstall
 
 SEEDS = 5

@@ -4,10 +4,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from benchmarks import BACKENDS
 from benchmarks.quality.confidence_interval import confidence_interval
 from benchmarks.quality.tasks import TASKS, Task
 from benchmarks.results import Record
-from benchmarks.suites import BACKENDS, NOT_MEASURED
+from benchmarks.suites import NOT_MEASURED
 from keras_mp.display.tables import Table
 
 UNSCALED, STOCK = "unscaled", "stock"

@@ -14,14 +14,14 @@ import keras
 import numpy as np
 
 import keras_mp
-from benchmarks import models
+from benchmarks import BACKENDS, models
 from benchmarks.origin import origin
 from benchmarks.pairs import CONTROL, is_conclusive, quartiles, time_in_pairs
 from benchmarks.processes import CAN_PIN
 from benchmarks.results import Record
 from benchmarks.seams.compilation import ROUNDS, compilations
 from benchmarks.seams.tables import CASES, tables
-from benchmarks.suites import BACKENDS, Suite
+from benchmarks.suites import Suite
 from keras_mp.backends.train_step import MONITORED
 from keras_mp.keras_seams.seams import install, uninstall
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from benchmarks import BACKENDS
 from benchmarks.results import Record
-from benchmarks.suites import BACKENDS, NOT_MEASURED
+from benchmarks.suites import NOT_MEASURED
 from keras_mp.display.tables import Table
 
 CASES = {
