@@ -162,7 +162,7 @@ def _recast_constants(layers: list[Any]) -> None:
             if layer.input_mean is None:
                 layer.finalize_state()
             else:
-                type(layer).build(layer, layer._build_input_shape)
+                private.build_again(layer)
 
 
 def _forget_traces(model: Any) -> None:
