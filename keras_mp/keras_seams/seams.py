@@ -250,7 +250,7 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
     They say 0 then, the best loss that a ModelCheckpoint ever sees. Without results
     Keras takes the logs of the last step, which are its own.
     """
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
     only_skips = (
         loss_scaling_of(optimizer) is not None
         and not optimizer.last_step_finite

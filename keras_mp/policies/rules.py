@@ -147,7 +147,8 @@ RULES = RuleTable(
         Rule(
             "long LSTM",
             _runs_long,
-            f"beyond {LARGEST_EXACT_INTEGER} a cell state no longer grows by steps of 1",
+            f"beyond {LARGEST_EXACT_INTEGER} a cell state no longer grows by "
+            "steps of 1",
             _MEASURED,
         ),
         Rule(
