@@ -49,7 +49,8 @@ def names_in_private():
         and (getattr(value, "__module__", "").startswith("keras_mp") or name.isupper())
     ] + [
         "backend_nn backend_numpy backend_random get_keras_mask set_keras_mask",
-        "get_stateless_scope current_path Functional untracked global_state",
+        "get_stateless_scope policy_module current_path Functional untracked",
+        "global_state",
     ]
 
 
@@ -134,6 +135,19 @@ def test_automatic_names_are_counted_in_the_global_state():
         assert layers.Dense(1).name == "dense_1"
     finally:
         private.global_state.set_global_attribute("object_name_uids", before)
+
+
+def test_a_thread_has_no_policy_until_somebody_asks():
+    keras.utils.clear_session()
+    assert private.policy_of_thread() is None
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    keras.config.set_dtype_policy(policy)
+    assert private.policy_of_thread() is policy
+
+
+def test_keras_looks_the_global_policy_up_in_one_module(monkeypatch):
+    monkeypatch.setattr(private.policy_module, "dtype_policy", lambda: "mine")
+    assert keras.dtype_policies.get(None) == "mine"
 
 
 def test_classes_of_keras_are_told_from_those_of_users():

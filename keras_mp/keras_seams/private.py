@@ -53,8 +53,15 @@ current_path = _find("keras.src.backend.common.name_scope.current_path")
 Functional = _find("keras.src.models.functional.Functional")
 # An optimizer that is set as an attribute must not be tracked, as in Keras' `compile`.
 untracked = _find("keras.src.utils.tracking.no_automatic_dependency_tracking")
+# `dtype_policy` is looked up here by all of Keras.
+policy_module = _find("keras.src.dtype_policies.dtype_policy")
 # How often each automatic name was given: two builds of a model are to name alike.
 global_state = _find("keras.src.backend.common.global_state")
+
+
+def policy_of_thread() -> Any:
+    """The global policy of this thread; None if nobody has set or asked for one."""
+    return global_state.get_global_attribute("dtype_policy")
 
 
 # Where classes come from -----------------------------------------------------------
