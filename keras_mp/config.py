@@ -6,7 +6,12 @@ from typing import Any
 
 import keras
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.policy import Policy
+
+# What `set_global_policy` has set last. Keras keeps a policy for each thread alone, and
+# `clear_session` forgets it.
+_of_process: keras.DTypePolicy | None = None
 
 
 class _Undecided(keras.DTypePolicy):
@@ -31,6 +36,8 @@ class _Undecided(keras.DTypePolicy):
 def set_global_policy(policy: Any) -> None:
     """Sets the policy of all layers created from here on.
 
+    It holds in threads that start later and after `keras.utils.clear_session()`.
+
     Args:
         policy: "float32", "mixed_float16", "mixed_bfloat16", "auto" (what
             `recommended_policy` picks, once the first layer asks), the name of a float
@@ -45,7 +52,19 @@ def set_global_policy(policy: Any) -> None:
     keras_mp.set_global_policy("mixed_float16")
     ```
     """
-    keras.config.set_dtype_policy(_Undecided() if policy == "auto" else Policy(policy))
+    global _of_process
+    _of_process = _policy(policy)
+    keras.config.set_dtype_policy(_of_process)
+
+
+def _policy(policy: Any) -> keras.DTypePolicy:
+    return _Undecided() if policy == "auto" else Policy(policy)
+
+
+def restore_global_policy() -> None:
+    """Sets the policy of the process in a thread that has none, or none any more."""
+    if _of_process is not None and private.policy_of_thread() is None:
+        keras.config.set_dtype_policy(_of_process)
 
 
 def global_policy() -> keras.DTypePolicy:
@@ -57,6 +76,8 @@ def global_policy() -> keras.DTypePolicy:
 def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
     """Sets the global policy within a `with` block, and the one before after it.
 
+    In this thread alone, as Keras does.
+
     Args:
         policy: as in `set_global_policy`.
 
@@ -64,7 +85,7 @@ def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
         The policy object in force within the block.
     """
     before = global_policy()
-    set_global_policy(policy)
+    keras.config.set_dtype_policy(_policy(policy))
     try:
         yield global_policy()
     finally:

@@ -147,8 +147,8 @@ def _choose(model: Any, layers: list[Any], policy: Any) -> None:
         private.set_policy(layer, policy_of(layer))  # Out of a map that others share.
         layer.dtype_policy = _policy_at(policy, layer)
         vars(layer).pop("_keras_mp_decision", None)
-    # Parents come before their children, and what they decide goes for these. What is
-    # not built chooses at its first call.
+    # Parents come before their children, which follow what the parents decide. A layer
+    # that is not built chooses at its first call.
     for layer in layers:
         if layer.built:
             choose_policy(layer)
@@ -162,7 +162,7 @@ def _recast_constants(layers: list[Any]) -> None:
             if layer.input_mean is None:
                 layer.finalize_state()
             else:
-                type(layer).build(layer, layer._build_input_shape)
+                private.build_again(layer)
 
 
 def _forget_traces(model: Any) -> None:

@@ -64,5 +64,5 @@ def fresh_keras():
     keras.utils.set_random_seed(0)
     before = keras.config.dtype_policy()
     yield
-    keras.config.set_dtype_policy(before)
+    keras_mp.set_global_policy(before)
     keras_mp.keras_seams.seams.install()

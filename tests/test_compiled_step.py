@@ -63,8 +63,8 @@ def test_the_gate_sees_the_conditionals_of_keras_gradient_accumulation():
     assert train_step("wide", "accumulation", False).count("conditional") > 0
 
 
-# On an H100 the gate holds for these two. On CPUs XLA interleaves the updates of several
-# variables once the decision is made, and keeps three matrices more alive.
+# On an H100 the gate holds for these two. On CPUs XLA interleaves the updates of
+# several variables once the decision is made, and keeps three matrices more alive.
 INTERLEAVED = {"Muon": 0.76, "accumulation": 0.76}
 
 

@@ -167,7 +167,9 @@ def answer(monkeypatch):
         name = f"keras_mp.backends.{backend}.devices"
         monkeypatch.setitem(sys.modules, backend, framework)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        return tuple(importlib.import_module(name).list_devices())
+        list_devices = importlib.import_module(name).list_devices
+        monkeypatch.setattr(engine, "list_devices", list_devices)
+        return tuple(list_devices())
 
     return install
 

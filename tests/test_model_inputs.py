@@ -1,4 +1,4 @@
-"""What a model is called with reaches its first layer as it came."""
+"""A model's inputs keep their dtype until the first layer."""
 
 import keras
 import numpy as np

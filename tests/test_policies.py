@@ -1,11 +1,13 @@
 """Policies: what is in force, what stays in float32, and who has the last word."""
 
+import concurrent.futures
 import functools
 
 import keras
 import numpy as np
 import pytest
 from backends import native_softmax
+from products import products_of
 
 import keras_mp
 from keras_mp.policies.hardware import Recommendation
@@ -38,6 +40,47 @@ def test_the_global_policy_is_the_object_that_was_set():
     keras_mp.set_global_policy(policy)
     assert keras_mp.global_policy() is policy
     assert keras.config.dtype_policy() is policy
+
+
+def in_a_thread(function):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "auto"])
+def test_the_global_policy_holds_after_clear_session(name, monkeypatch):
+    found = Recommendation("mixed_bfloat16", "because", ())
+    monkeypatch.setattr(keras_mp.policies.policy, "recommended_policy", lambda: found)
+    keras_mp.set_global_policy(name)
+    policy = keras_mp.global_policy()
+    keras.utils.clear_session()
+    assert layers.Dense(1).compute_dtype == policy.compute_dtype != "float32"
+    assert keras_mp.global_policy() is policy
+    keras.utils.clear_session()
+    assert keras.dtype_policies.get(None) is policy
+
+
+def test_the_global_policy_holds_in_threads_that_start_later(mixed_float16):
+    def trained():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+        return model, keras.config.dtype_policy()
+
+    model, policy = in_a_thread(trained)
+    assert policy is keras_mp.global_policy()
+    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32"]
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+def test_what_keras_or_a_scope_sets_holds_in_its_thread_alone(mixed_float16):
+    def policy():
+        return keras.config.dtype_policy().name
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        assert (policy(), in_a_thread(policy)) == ("mixed_bfloat16", "mixed_float16")
+    keras.config.set_dtype_policy("float32")
+    assert (policy(), in_a_thread(policy)) == ("float32", "mixed_float16")
 
 
 def test_the_global_policy_may_be_the_name_of_a_float_dtype_or_a_policy_of_keras():
@@ -337,6 +380,52 @@ def test_a_softmax_head_predicts_float32_in_functional_and_sequential(mixed_floa
     for model in (sequential, functional):
         assert model.predict(np.ones((2, 2), "float32"), verbose=0).dtype == "float32"
         assert model.outputs[0].dtype == "float32"
+
+
+class Task(keras.Model):
+    """A classifier as KerasHub has them: the activation of its head is an attribute."""
+
+    def __init__(self, activation):
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(8, activation="relu")(inputs)
+        head = layers.Dense(3, activation=activation)
+        super().__init__(inputs, head(layers.Dense(8)(hidden)))
+        self.activation = keras.activations.get(activation)
+
+
+class Block(layers.Layer):
+    """A layer made of layers, with such an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(8)
+        self.activation = keras.activations.softmax
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("activation", ["softmax", None])
+def test_a_softmax_that_a_model_keeps_as_an_attribute_is_not_its_own(
+    activation,
+):
+    half = "bfloat16" if keras.backend.backend() == "torch" else "float16"
+    keras_mp.set_global_policy(f"mixed_{half}")
+    model = Task(activation)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=activation is None)
+    model.compile("sgd", loss)
+    x, y = np.ones((2, 4), "float32"), np.zeros((2,), "int32")
+    model.fit(x, y, verbose=0)
+    dtypes = [layer.compute_dtype for layer in model.layers[1:]]
+    assert dtypes == [half, half, "float32"]
+    # Forward, for the kernel, and but for the first layer for its input.
+    assert products_of(model, x, y) == {half: 5, "float32": 3}
+
+
+def test_a_softmax_that_a_layer_keeps_as_an_attribute_is_not_its_own(mixed_float16):
+    block = Block()
+    assert dtype_of(block(np.ones((2, 3), "float32"))) == "float16"
+    assert block.inner.compute_dtype == "float16"
 
 
 def test_a_softmax_built_lazily_in_a_subclassed_model_predicts_float32():

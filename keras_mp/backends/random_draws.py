@@ -5,8 +5,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras import ops
-from keras.src import backend
+from keras import backend, ops
+
+from keras_mp.keras_seams import private
 
 _BY_SHAPE = ("normal", "truncated_normal", "uniform")
 
@@ -18,7 +19,7 @@ def same_draws_in_every_dtype() -> Iterator[None]:
     Meanwhile it draws in float32 and rounds. TensorFlow and torch draw other numbers
     for float16 than for float32, and JAX does for what is not a Dropout.
     """
-    module = backend.random
+    module = private.backend_random
     before = {name: getattr(module, name) for name in (*_BY_SHAPE, "dropout")}
     for name in _BY_SHAPE:
         setattr(module, name, _by_shape(before[name]))

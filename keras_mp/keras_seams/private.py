@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+from keras import layers
 
 
 def _find(*paths: str) -> Any:
@@ -50,10 +51,42 @@ get_stateless_scope = _find(
 current_path = _find("keras.src.backend.common.name_scope.current_path")
 # The class of models with a graph, also of those that subclass it.
 Functional = _find("keras.src.models.functional.Functional")
-# TensorFlow must not wrap an optimizer that is set as an attribute.
+# An optimizer that is set as an attribute must not be tracked, as in Keras' `compile`.
 untracked = _find("keras.src.utils.tracking.no_automatic_dependency_tracking")
+# `dtype_policy` is looked up here by all of Keras.
+policy_module = _find("keras.src.dtype_policies.dtype_policy")
 # How often each automatic name was given: two builds of a model are to name alike.
 global_state = _find("keras.src.backend.common.global_state")
+
+
+def policy_of_thread() -> Any:
+    """The global policy of this thread; None if nobody has set or asked for one."""
+    return global_state.get_global_attribute("dtype_policy")
+
+
+# Where classes come from -----------------------------------------------------------
+
+
+def is_keras_own(kind: type) -> bool:
+    """Does Keras itself define the class, and not the user or another package?"""
+    return kind.__module__.startswith("keras.src.")
+
+
+def backend_of(kind: type) -> str | None:
+    """The backend whose optimizers a class of Keras is one of; None for the others'."""
+    package, _, rest = kind.__module__.partition("keras.src.backend.")
+    return rest.split(".")[0] if rest and not package else None
+
+
+def preprocessing_classes() -> tuple[type, ...]:
+    """The layers of Keras that take raw data, and their bases, which have no export."""
+    exported = [c for c in vars(layers).values() if isinstance(c, type)]
+    bases = {base for c in exported for base in c.__mro__}
+    return tuple(
+        base
+        for base in bases
+        if base.__module__.startswith("keras.src.layers.preprocessing")
+    )
 
 
 # Layers ----------------------------------------------------------------------------
@@ -83,6 +116,11 @@ def own_trainable(layer: Any) -> list[Any]:
 def own_non_trainable(layer: Any) -> list[Any]:
     """The non-trainable variables of a layer, without those of its children."""
     return layer._non_trainable_variables
+
+
+def build_again(layer: Any) -> None:
+    """Builds a layer once more; the shape that it was built with has no public name."""
+    type(layer).build(layer, layer._build_input_shape)
 
 
 def set_policy(layer: Any, policy: Any) -> None:

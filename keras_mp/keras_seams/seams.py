@@ -11,6 +11,7 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
+    keras.config.dtype_policy    the policy of the process, in every thread
 
 and what the backend's `repairs` name:
 
@@ -29,6 +30,7 @@ import keras
 
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE, any_measured
+from keras_mp.config import restore_global_policy
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage
 from keras_mp.loss_scaling.models import (
@@ -79,7 +81,18 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("compile", _definer("compile"), _compile),
         ("make_train_function", _definer("make_train_function"), _make_train_function),
         ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
+        *((name, module, _dtype_policy) for name, module in _policy_getters()),
         *((name, _home(name), repair) for name, repair in engine.repairs().items()),
+    ]
+
+
+def _policy_getters() -> list[tuple[str, Any]]:
+    """Where the function that returns the global policy is looked up."""
+    return [
+        ("dtype_policy", private.policy_module),
+        ("dtype_policy", keras.config),
+        ("dtype_policy", keras.mixed_precision),
+        ("global_policy", keras.mixed_precision),
     ]
 
 
@@ -93,6 +106,14 @@ def _definer(name: str) -> type:
     # Not keras.Model: Keras compares its methods with those of the class that defines
     # them, when it loads a model.
     return next(c for c in keras.Model.__mro__ if name in vars(c))
+
+
+def _dtype_policy(original: Callable) -> Callable:
+    def dtype_policy() -> Any:
+        restore_global_policy()
+        return original()
+
+    return dtype_policy
 
 
 def _layer_init(original: Callable) -> Callable:
@@ -250,7 +271,7 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
     They say 0 then, the best loss that a ModelCheckpoint ever sees. Without results
     Keras takes the logs of the last step, which are its own.
     """
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
     only_skips = (
         loss_scaling_of(optimizer) is not None
         and not optimizer.last_step_finite

@@ -74,9 +74,7 @@ def _of_this_backend(inner: Any) -> Any:
     On torch Keras' optimizers are of classes of their own, and files name those. Opened
     on another backend, Keras creates them and fails at the first step.
     """
-    module = type(inner).__module__
-    here = f"keras.src.backend.{keras.backend.backend()}."
-    if not module.startswith("keras.src.backend.") or module.startswith(here):
+    if private.backend_of(type(inner)) in (None, keras.backend.backend()):
         return inner
     return keras.optimizers.get(
         {"class_name": type(inner).__name__, "config": inner.get_config()}
@@ -100,7 +98,7 @@ def _is_keras_own(inner: Any, variables: Sequence[Any]) -> bool:
     rates = [private.learning_rate(part) for part in parts]
     constraints = [getattr(v, "constraint", None) for v in variables]
     return all(
-        x is None or type(x).__module__.startswith("keras.src.")
+        x is None or private.is_keras_own(type(x))
         for x in (*parts, *rates, *constraints)
     )
 

@@ -89,6 +89,5 @@ def _needs_scaling(model: Any, optimizer: Any) -> bool:
 
 @private.untracked
 def _set_optimizer(model: Any, optimizer: Any, wrapper: Any = None) -> None:
-    # As in Keras' compile: without TensorFlow's attribute tracking.
     model.optimizer = optimizer
     model._keras_mp_wrapper = wrapper  # `wrapper_of` alone does not keep it alive.

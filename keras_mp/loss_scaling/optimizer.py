@@ -559,8 +559,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return [name for name in super().__dir__() if name not in hidden]
 
 
-def loss_scaling_of(optimizer: Any) -> LossScaling | None:
-    """The state of loss scaling of an optimizer; None if it is not ours."""
+def loss_scaling_of(optimizer: Any) -> Any:
+    """The `LossScaling` of an optimizer; None if it is not ours."""
     return getattr(optimizer, "_loss_scaling", None)
 
 

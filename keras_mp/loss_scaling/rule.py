@@ -32,7 +32,7 @@ from keras import ops
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 # Counters are int32: more steps than this in a row are never counted.
-LARGEST_COUNT = 2**31 - 1
+LARGEST_STEP_COUNT = 2**31 - 1
 
 
 class LossScaleState(NamedTuple):
@@ -155,7 +155,7 @@ class LossScaleRule:
 
         longer = finite_steps + 1
         grows = ops.logical_and(
-            finite, longer >= min(self.dynamic_growth_steps, LARGEST_COUNT)
+            finite, longer >= min(self.dynamic_growth_steps, LARGEST_STEP_COUNT)
         )
         starts_anew = ops.logical_or(grows, too_high) if self.dynamic else grows
         finite_steps = ops.where(
@@ -172,7 +172,7 @@ class LossScaleRule:
             grown = ops.minimum(scale * self.growth_factor, self.max_scale)
             backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)
             backs_off = ops.logical_and(
-                too_high, consecutive_skips >= min(self.hysteresis, LARGEST_COUNT)
+                too_high, consecutive_skips >= min(self.hysteresis, LARGEST_STEP_COUNT)
             )
             scale = ops.where(grows, grown, ops.where(backs_off, backed_off, scale))
         return LossScaleState(

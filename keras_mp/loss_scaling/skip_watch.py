@@ -1,6 +1,6 @@
-"""Tells the user of skipped steps that no loss scale can mend, and ends a training.
+"""Warns of skipped steps that no loss scale can mend; ends a diverged training.
 
-Looking reads the device, which waits for the steps under way: so not at every step.
+It reads the device, which waits for the steps under way: so not at every step.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from keras_mp.loss_scaling.rule import LossScaleState
 
 
 class SkipWatch:
-    """What was said of one optimizer's skipped steps so far.
+    """What one optimizer has reported of its skipped steps so far.
 
     Args:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
@@ -28,9 +28,9 @@ class SkipWatch:
         self.resume(skipped_steps=0, broken_steps=0)
 
     def resume(self, skipped_steps: int, broken_steps: int) -> None:
-        """Takes these counts, of a checkpoint, for told already."""
+        """Takes these counts of a checkpoint for reported already."""
         self._reported_skips = skipped_steps
-        self._told_broken_steps = broken_steps
+        self._reported_broken_steps = broken_steps
 
     def look(
         self, state: LossScaleState, iterations: Any, counts: Any, variables: Any
@@ -65,7 +65,7 @@ class SkipWatch:
                 f"{where}{named(newest(counts, variables))}), and "
                 f"max_consecutive_skips={self.max_consecutive_skips}. {_REMEDY}"
             )
-        if int(state.broken_steps) > self._told_broken_steps and not self._warned:
+        if int(state.broken_steps) > self._reported_broken_steps and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{int(state.broken_steps)} of {total} skipped steps were broken "

@@ -59,7 +59,7 @@ class LossScaling:
             start.consecutive_skips, "consecutive_skips"
         )
         self.broken_steps = add_variable(start.broken_steps, "broken_steps")
-        self.nonfinite_counts: keras.Variable | None = None
+        self.nonfinite_counts: Any = None
 
     def build(self, number: int) -> None:
         """Creates the counts for so many variables."""

@@ -53,8 +53,15 @@ def layer_path(layer: Any) -> str:
 
 
 def activation_of(layer: Any) -> str:
-    """The name of a layer's activation function; empty if it has none."""
+    """The name of a layer's activation function; empty if it has none.
+
+    A model or a layer made of layers has none of its own: an attribute `activation`
+    there is that of one of its layers, as in the tasks of KerasHub.
+    """
     activation = getattr(layer, "activation", None)
+    children = (child for child in children_of(layer) if child is not activation)
+    if isinstance(layer, keras.Model) or any(children):
+        return ""
     while isinstance(activation, functools.partial):
         activation = activation.func
     if isinstance(activation, layers.Softmax):

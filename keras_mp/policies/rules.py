@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import activation_of, input_shape
 from keras_mp.policies.rule import Rule, RuleTable
 
@@ -17,7 +18,7 @@ layers = keras.layers
 
 SOFTMAX_NAMES = {"softmax", "log_softmax", "sparsemax"}
 # Above it float16 no longer holds every whole number.
-LARGEST_COUNT = 2048
+LARGEST_EXACT_INTEGER = 2048
 # The bfloat16 sum of so many equal numbers is right, and of 256 no longer grows.
 WIDE = 128
 
@@ -25,16 +26,6 @@ WIDE = 128
 def is_softmax(layer: Any) -> bool:
     """Does the layer return probabilities or log-probabilities of a softmax?"""
     return isinstance(layer, layers.Softmax) or activation_of(layer) in SOFTMAX_NAMES
-
-
-def _raw_data_classes() -> tuple[type, ...]:
-    exported = [c for c in vars(layers).values() if isinstance(c, type)]
-    bases = {base for c in exported for base in c.__mro__}
-    return tuple(
-        base
-        for base in bases
-        if base.__module__.startswith("keras.src.layers.preprocessing")
-    )
 
 
 def is_wide_average(layer: Any) -> bool:
@@ -50,7 +41,7 @@ def _runs_long(layer: Any) -> bool:
     return (
         isinstance(layer, layers.RNN)
         and any(isinstance(cell, layers.LSTMCell) for cell in cells)
-        and (steps[0] or 0) > LARGEST_COUNT
+        and (steps[0] or 0) > LARGEST_EXACT_INTEGER
     )
 
 
@@ -86,7 +77,7 @@ STORED = Rule(
     "its file",
     lambda layer: False,  # Decided where the file is read.
     "it was in float32 when its model was saved",
-    "keras_mp/model_files.py",
+    "keras_mp/policies/saving.py",
 )
 RULES = RuleTable(
     (
@@ -95,8 +86,8 @@ RULES = RuleTable(
         WRAPPED,
         Rule(
             "preprocessing",
-            _raw_data_classes(),
-            "it sees data as they came, which half precision rounds or cannot hold",
+            private.preprocessing_classes(),
+            "it sees raw data, which half precision rounds or cannot hold",
             _MEASURED,
         ),
         Rule(
@@ -156,7 +147,8 @@ RULES = RuleTable(
         Rule(
             "long LSTM",
             _runs_long,
-            f"beyond {LARGEST_COUNT} a cell state no longer grows by steps of 1",
+            f"beyond {LARGEST_EXACT_INTEGER} a cell state no longer grows by "
+            "steps of 1",
             _MEASURED,
         ),
         Rule(

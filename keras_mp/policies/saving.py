@@ -46,7 +46,7 @@ def own_get_config(model_class: type) -> type | None:
     if not issubclass(model_class, private.Functional):
         return None
     definer = next(c for c in model_class.__mro__ if "get_config" in vars(c))
-    return None if definer.__module__.startswith("keras.src.") else definer
+    return None if private.is_keras_own(definer) else definer
 
 
 def storing_a_map(get_config: Callable) -> Callable:

@@ -125,14 +125,14 @@ def save(
 
 @contextlib.contextmanager
 def _as_before(
-    optimizer: LossScaleOptimizer, scaling: Scaling, drawn: Mapping[str, np.ndarray]
+    optimizer: LossScaleOptimizer, before: Scaling, drawn: Mapping[str, np.ndarray]
 ) -> Iterator[None]:
     """Puts back for a while what a skipped step has moved."""
     scaling = loss_scaling_of(optimizer)
     own = [*scaling.variables, scaling.nonfinite_counts]
     now, drawn_now = [ops.convert_to_numpy(v) for v in own], engine.generator_states()
     try:
-        for variable, value in zip(own, [*scaling.state, scaling.counts], strict=True):
+        for variable, value in zip(own, [*before.state, before.counts], strict=True):
             variable.assign(value)
         engine.set_generator_states(drawn)
         yield

@@ -13,7 +13,7 @@ from keras.src.backend import get_keras_mask
 from keras.src.ops.numpy import Sum
 
 from keras_mp.policies.layers import layer_path, policy_of
-from keras_mp.policies.rules import LARGEST_COUNT, is_wide_average
+from keras_mp.policies.rules import LARGEST_EXACT_INTEGER, is_wide_average
 
 layers = keras.layers
 _LARGEST = 65504
@@ -72,7 +72,7 @@ def _in_operation(operation: Any, node: Any) -> str:
 
 
 def _sum_of(count: int | None, what: str) -> str:
-    if count is None or count <= LARGEST_COUNT:
+    if count is None or count <= LARGEST_EXACT_INTEGER:
         return ""
     return (
         f"{what} {count} elements in float16, which holds no more than {_LARGEST}: "

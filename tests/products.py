@@ -1,0 +1,86 @@
+"""The products of a training step, forward and backward, by the dtypes of operands.
+
+Read from what is traced after training: the jaxpr on JAX, the graph on TensorFlow, the
+calls that are dispatched on torch. There Keras multiplies float16 in float32 on CPUs:
+ask for bfloat16.
+"""
+
+import collections
+
+import keras
+from keras import ops
+
+BACKEND = keras.backend.backend()
+
+
+def products_of(model, x, y):
+    """Counts the products of one train step of a compiled model, by operand dtype.
+
+    Returns:
+        A Counter: "float16" -> how many products have float16 operands. Operands of
+        two dtypes are both named, "float16, float32".
+    """
+    x, y = ops.convert_to_tensor(x), ops.convert_to_tensor(y)
+    pairs = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
+    dtypes = pairs(model, (x, y))
+    return collections.Counter(", ".join(sorted(set(pair))) for pair in dtypes)
+
+
+def _jax(model, batch):
+    import jax
+
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple([v.value for v in group] for group in groups)
+    return _of_jaxpr(jax.make_jaxpr(model.train_step)(state, batch).jaxpr)
+
+
+def _of_jaxpr(jaxpr):
+    import jax
+
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield [v.aval.dtype.name for v in equation.invars]
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _of_jaxpr(inner)
+
+
+def _tensorflow(model, batch):
+    import tensorflow as tf
+
+    graph = tf.function(model.train_step).get_concrete_function(batch).graph
+    definition = graph.as_graph_def()
+    nodes = [*definition.node]
+    for function in definition.library.function:
+        nodes.extend(function.node_def)
+    for node in nodes:
+        if node.op.startswith(("MatMul", "BatchMatMul", "Einsum", "Conv")) or (
+            node.op.startswith("DepthwiseConv")
+        ):
+            yield [tf.dtypes.as_dtype(node.attr["T"].type).name]
+
+
+def _torch(model, batch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.__name__.split(".")[0]
+            if name in ("mm", "addmm", "bmm", "baddbmm") or "convolution" in name:
+                floats = [a for a in args if getattr(a, "is_floating_point", bool)()]
+                seen.append([str(a.dtype).removeprefix("torch.") for a in floats])
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        model.train_step(batch)
+    return seen

@@ -1,0 +1,394 @@
+"""What keras_mp takes for granted of each private name of Keras, one test a name.
+
+When an upgrade of Keras moves one, the test with its name fails here first.
+"""
+
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_mp.keras_seams import private
+
+BACKEND = keras.backend.backend()
+X = np.ones((2, 3), "float32")
+
+
+def small_model():
+    inputs = keras.Input((3,))
+    hidden = layers.Dense(4, activation="relu")(inputs)
+    return keras.Model(inputs, layers.Dense(1)(hidden))
+
+
+def trained_model(optimizer="adam"):
+    model = small_model()
+    model.compile(optimizer, "mse")
+    model.fit(X, np.ones((2, 1), "float32"), verbose=0)
+    return model
+
+
+class Nested(layers.Layer):
+    """A layer made of a layer, with a variable of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer = keras.Sequential([layers.Dense(2)])
+        self.gain = self.add_weight(shape=(), trainable=False)
+
+    def call(self, x):
+        return self.outer(x)
+
+
+def names_in_private():
+    return [
+        name
+        for name, value in vars(private).items()
+        if not name.startswith("_")
+        and (getattr(value, "__module__", "").startswith("keras_mp") or name.isupper())
+    ] + [
+        "backend_nn backend_numpy backend_random get_keras_mask set_keras_mask",
+        "get_stateless_scope policy_module current_path Functional untracked",
+        "global_state",
+    ]
+
+
+def test_each_name_has_its_test():
+    tested = pathlib.Path(__file__).read_text()
+    for names in names_in_private():
+        for name in names.split():
+            assert f"private.{name}" in tested, f"private.{name} has no test"
+
+
+def test_a_name_that_moved_is_an_error_of_one_sentence():
+    with pytest.raises(ImportError, match="keras.src.gone.name, and Keras .* moved it"):
+        private._find("keras.src.gone.name")
+
+
+def test_the_first_path_that_keras_has_is_taken():
+    assert private._find("keras.src.gone.name", "keras.ops.add") is ops.add
+
+
+@pytest.mark.parametrize(
+    "module, call",
+    [
+        (private.backend_nn, lambda: ops.relu(X)),
+        (private.backend_numpy, lambda: ops.arange(3)),
+        (private.backend_random, lambda: keras.random.normal((2,))),
+    ],
+    ids=["relu", "arange", "normal"],
+)
+def test_operations_look_themselves_up_in_their_backend_module(
+    module, call, monkeypatch, request
+):
+    name = request.node.callspec.id
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: "replaced")
+    assert call() == "replaced"
+
+
+def test_a_mask_is_attached_to_a_tensor():
+    tensor, mask = ops.ones((2,)), ops.ones((2,), "bool")
+    assert private.get_keras_mask(tensor) is None
+    private.set_keras_mask(tensor, mask)
+    assert private.get_keras_mask(tensor) is mask
+
+
+def test_a_stateless_scope_holds_the_values_that_updates_write():
+    variable = keras.Variable(1, dtype="int32", trainable=False)
+    with keras.StatelessScope() as scope:
+        variable.assign(2)
+        assert private.get_stateless_scope() is scope
+        assert int(scope.get_current_value(variable)) == 2
+    assert int(variable.value) == 1
+
+
+def test_the_current_path_is_that_of_the_open_name_scopes():
+    with keras.name_scope("outer"), keras.name_scope("inner"):
+        assert private.current_path() == "outer/inner"
+
+
+def test_models_with_a_graph_are_functional():
+    assert isinstance(small_model(), private.Functional)
+    assert not isinstance(keras.Sequential(), private.Functional)
+
+
+def test_an_attribute_that_is_set_untracked_is_no_part_of_the_layer():
+    class Holder(layers.Layer):
+        @private.untracked
+        def hold(self, inner):
+            self.inner = inner
+
+    layer, inner = Holder(), layers.Dense(1)
+    layer.hold(inner)
+    assert layer.inner is inner
+    assert private.layers_in(layer, itself=False) == []
+    layer.inner = inner
+    assert private.layers_in(layer, itself=False) == [inner]
+
+
+def test_automatic_names_are_counted_in_the_global_state():
+    before = private.global_state.get_global_attribute("object_name_uids")
+    private.global_state.set_global_attribute("object_name_uids", None)
+    try:
+        assert layers.Dense(1).name == "dense"
+        assert layers.Dense(1).name == "dense_1"
+    finally:
+        private.global_state.set_global_attribute("object_name_uids", before)
+
+
+def test_a_thread_has_no_policy_until_somebody_asks():
+    keras.utils.clear_session()
+    assert private.policy_of_thread() is None
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    keras.config.set_dtype_policy(policy)
+    assert private.policy_of_thread() is policy
+
+
+def test_keras_looks_the_global_policy_up_in_one_module(monkeypatch):
+    monkeypatch.setattr(private.policy_module, "dtype_policy", lambda: "mine")
+    assert keras.dtype_policies.get(None) == "mine"
+
+
+def test_classes_of_keras_are_told_from_those_of_users():
+    assert private.is_keras_own(layers.Dense)
+    assert not private.is_keras_own(Nested)
+
+
+def test_an_optimizer_of_another_backend_is_recognized_by_its_module():
+    adam = type("Adam", (), {"__module__": "keras.src.backend.torch.optimizers.adam"})
+    assert private.backend_of(adam) == "torch"
+    assert private.backend_of(layers.Dense) is None
+    here = BACKEND if BACKEND == "torch" else None
+    assert private.backend_of(type(keras.optimizers.Adam())) == here
+
+
+def test_preprocessing_layers_have_a_base_without_an_export():
+    classes = private.preprocessing_classes()
+    assert layers.RandomCrop in classes and layers.Hashing in classes
+    assert layers.Dense not in classes and layers.Layer not in classes
+
+
+def test_the_policy_of_a_layer_is_an_attribute():
+    layer = layers.Dense(1, dtype="mixed_bfloat16")
+    assert vars(layer)[private.DTYPE_POLICY] is layer.dtype_policy
+    private.set_policy(layer, keras.DTypePolicy("float32"))
+    assert layer.compute_dtype == "float32"
+
+
+def test_a_layer_casts_its_inputs_unless_the_attribute_says_no():
+    layer = layers.Identity(dtype="mixed_bfloat16")
+    assert keras.backend.standardize_dtype(layer(X).dtype) == "bfloat16"
+    setattr(layer, private.CONVERT_INPUTS, False)
+    output = layer(ops.convert_to_tensor(X))
+    assert keras.backend.standardize_dtype(output.dtype) == "float32"
+
+
+def test_a_layer_lists_the_layers_that_it_is_made_of_parents_first():
+    layer = Nested()
+    layer(X)
+    dense = layer.outer.layers[0]
+    found = private.layers_in(layer)
+    assert found[0] is layer and layer.outer in found
+    assert found.index(layer.outer) < found.index(dense)
+    assert private.layers_in(layer, itself=False, nested=False) == [layer.outer]
+
+
+def test_a_layer_lists_its_own_variables_without_those_of_its_children():
+    layer = Nested()
+    layer(X)
+    assert private.own_trainable(layer) == []
+    assert [v is layer.gain for v in private.own_non_trainable(layer)] == [True]
+
+
+def test_frozen_weights_are_among_a_layers_own():
+    layer = layers.Dense(1)
+    layer.build((None, 3))
+    layer.trainable = False
+    assert private.own_trainable(layer) == layer.weights
+
+
+def test_a_layer_builds_again():
+    layer = layers.Normalization(mean=1.0, variance=4.0)
+    layer.build((None, 3))
+    layer.input_mean = 2.0
+    private.build_again(layer)
+    assert float(np.max(ops.convert_to_numpy(layer.mean))) == 2
+
+
+def test_a_path_can_be_set():
+    layer = layers.Dense(1)
+    private.set_path(layer, "model/dense")
+    assert layer.path == "model/dense"
+
+
+def test_the_default_of_a_map_is_none_where_the_global_policy_stands_in():
+    maps = keras.dtype_policies.DTypePolicyMap
+    assert private.default_in_map(maps()) is None
+    given = keras.DTypePolicy("mixed_bfloat16")
+    assert private.default_in_map(maps(given)) is given
+
+
+def test_losses_that_layers_added_are_forgotten():
+    model = keras.Sequential([layers.ActivityRegularization(l2=1.0)])
+    model(X)
+    assert model.losses
+    private.clear_losses(model)
+    assert not model.losses
+
+
+def test_a_variable_says_whether_it_is_read_in_the_compute_dtype():
+    assert private.is_autocast(keras.Variable(1.0))
+    assert not private.is_autocast(keras.Variable(1.0, autocast=False))
+
+
+def test_the_raw_value_keeps_its_dtype_in_an_autocast_scope():
+    from keras_mp.policies.policy import MixedFloat16
+
+    seen = []
+
+    class Look(layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=())
+
+        def call(self, x):
+            dtypes = self.w.value.dtype, private.raw_value(self.w).dtype
+            seen.append([keras.backend.standardize_dtype(d) for d in dtypes])
+            return x
+
+    Look(dtype=MixedFloat16())(X)
+    assert seen == [["float16", "float32"]]
+
+
+def test_every_assignment_goes_through_one_method(monkeypatch):
+    written = []
+    original = getattr(keras.Variable, private.WRITE)
+
+    def write(self, value):
+        written.append(self)
+        return original(self, value)
+
+    monkeypatch.setattr(keras.Variable, private.WRITE, write)
+    variable = keras.Variable(1.0)
+    written.clear()
+    variable.assign(2.0)
+    variable.assign_add(1.0)
+    assert [v is variable for v in written] == [True, True]
+
+
+def test_the_dtype_of_a_symbolic_tensor_can_be_set():
+    tensor = keras.Input((3,))
+    private.set_symbolic_dtype(tensor, "float16")
+    assert tensor.dtype == "float16"
+
+
+def test_a_sequential_model_has_a_graph_once_it_is_built():
+    model = keras.Sequential([layers.Dense(1)])
+    assert private.graph_of(model) is None
+    model.build((None, 3))
+    assert isinstance(private.graph_of(model), private.Functional)
+
+
+def test_a_graph_lists_its_calls_by_depth():
+    model = small_model()
+    depths = private.nodes_by_depth(model)
+    assert [node.operation for node in depths[0]] == [model.layers[-1]]
+    assert [node.operation for node in depths[max(depths)]] == [model.layers[0]]
+
+
+def test_a_layer_knows_its_symbolic_calls():
+    layer = layers.Dense(3)
+    a = layer(keras.Input((3,)))
+    layer(a)
+    assert len(private.calls_of(layer)) == 2
+    assert private.calls_of(layer)[0].output_tensors[0] is a
+
+
+def test_a_symbolic_tensor_knows_its_operation():
+    layer = layers.Dense(3)
+    inputs = keras.Input((3,))
+    layer(inputs)
+    assert private.origin(layer(inputs)) == (layer, 1)
+
+
+def test_a_sequential_model_keeps_its_input_among_its_layers():
+    dense = layers.Dense(1)
+    model = keras.Sequential([keras.Input((3,)), dense])
+    assert len(private.sequential_layers(model)) == 2
+    private.set_sequential_layers(model, [dense])
+    assert private.sequential_layers(model) == [dense] == model.layers
+
+
+def test_a_model_is_built_from_one_batch_with_metrics_and_optimizer():
+    model = keras.Sequential([layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    private.build_from_batch(model, (X, np.ones((2, 1), "float32")))
+    assert model.built and model.optimizer.built
+    assert "mae" in [metric.name for metric in model.metrics[1].metrics]
+
+
+def test_the_arguments_of_compile_are_kept_for_files():
+    model = small_model()
+    model.compile("adam", "mse")
+    assert private.compile_config(model)["loss"] == "mse"
+    private.compile_config(model)["loss"] = "mae"
+    assert model.get_compile_config()["loss"] == "mae"
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="`fit` passes its state round on JAX only")
+def test_the_state_of_fit_is_attached_and_detached():
+    model = trained_model()
+    value = ops.ones_like(model.trainable_variables[0].value) * 7
+    state = {
+        "trainable_variables": [
+            value,
+            *(v.value for v in model.trainable_variables[1:]),
+        ],
+        "non_trainable_variables": [],
+        "optimizer_variables": [v.value for v in model.optimizer.variables],
+        "metrics_variables": [v.value for v in model.metrics_variables],
+    }
+    private.attach_state(model, state)
+    assert float(ops.max(model.trainable_variables[0].value)) == 7
+    private.detach_state(model, ["trainable_variables"])
+    assert private.raw_value(model.trainable_variables[0]) is None
+
+
+def test_the_steps_of_an_optimizer_that_accumulates_are_counted_undivided():
+    model = trained_model(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    model.fit(X, np.ones((2, 1), "float32"), verbose=0)
+    assert int(ops.copy(private.applied_steps(model.optimizer).value)) == 2
+    assert int(ops.copy(model.optimizer.iterations)) == 1
+
+
+def test_a_tracked_variable_is_one_of_the_optimizers():
+    optimizer, variable = keras.optimizers.SGD(), keras.Variable(0.0)
+    private.track(optimizer, variable)
+    assert any(v is variable for v in optimizer.variables)
+
+
+def test_an_unknown_variable_is_refused():
+    optimizer, known = keras.optimizers.SGD(), keras.Variable(0.0)
+    optimizer.build([known])
+    private.check_known(optimizer, [known])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        private.check_known(optimizer, [keras.Variable(0.0)])
+
+
+def test_an_optimizer_knows_the_place_of_a_variable():
+    optimizer = keras.optimizers.SGD()
+    variables = [keras.Variable(0.0), keras.Variable(1.0)]
+    optimizer.build(variables)
+    assert [private.index_in(optimizer, v) for v in variables] == [0, 1]
+
+
+def test_moving_averages_are_kept_in_the_order_of_the_variables():
+    model = trained_model(keras.optimizers.SGD(use_ema=True))
+    averages = private.averages(model.optimizer)
+    assert [a.shape for a in averages] == [v.shape for v in model.trainable_variables]
+
+
+def test_a_schedule_stays_a_schedule():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    assert private.learning_rate(keras.optimizers.SGD(schedule)) is schedule
+    assert private.learning_rate(object()) is None
