@@ -11,7 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "keras_mp"
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+FILES = [
+    path
+    for folder in ("keras_mp", "benchmarks", "sweeps")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 # Public in spite of its underscore: the methods of a named tuple. And a suffix.
 PUBLIC = {"_asdict", "_replace", "_v2"}
@@ -65,8 +70,8 @@ def private_uses(text: str) -> list[tuple[str, int]]:
 @pytest.mark.once
 @pytest.mark.parametrize(
     "path",
-    [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "private.py"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
+    [path for path in FILES if path.name != "private.py"],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
 def test_no_other_file_uses_a_private_name_of_another_library(path):
     found = private_uses(path.read_text())
