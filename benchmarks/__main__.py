@@ -31,9 +31,10 @@ def main() -> None:
 
 
 def _set_backend(asked: list[str] | None) -> None:
-    """Names a backend that is installed; this process computes nothing with it."""
+    """Chooses a backend that is installed; this process computes nothing with it."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    installed = [b for b in asked or BACKENDS if importlib.util.find_spec(b)]
+    known = [b for b in (*(asked or ()), *BACKENDS) if b in BACKENDS]
+    installed = [b for b in known if importlib.util.find_spec(b)]
     if installed:
         os.environ.setdefault("KERAS_BACKEND", installed[0])
 

@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 from backends import BACKEND
 
-from benchmarks import SUITES, models, processes, readme, results, run, suites, worker
+from benchmarks import (
+    BACKENDS,
+    SUITES,
+    models,
+    processes,
+    readme,
+    results,
+    run,
+    suites,
+    worker,
+)
+from benchmarks import __main__ as command
 from benchmarks.cost import agreement
 from benchmarks.cost import suite as cost
 from benchmarks.cost import tables as cost_tables
@@ -688,6 +699,14 @@ def test_tracing_and_compiling_is_measured():
 def test_an_unknown_name_is_an_error_with_the_known_names(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run.plan(out=str(tmp_path / "out.json"), **options)
+
+
+@once
+@pytest.mark.parametrize("asked", [None, ["numpy"], ["numpy", BACKEND]])
+def test_the_command_imports_keras_on_a_backend_that_is_here(asked, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    command._set_backend(asked)
+    assert os.environ["KERAS_BACKEND"] in BACKENDS
 
 
 @once
