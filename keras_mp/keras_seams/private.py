@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-from keras import layers
+from keras import layers, ops
 
 
 def _find(*paths: str) -> Any:
@@ -90,6 +90,22 @@ def preprocessing_classes() -> tuple[type, ...]:
 
 
 # Layers ----------------------------------------------------------------------------
+
+
+def is_in_a_call() -> bool:
+    """Is the call of a layer under way in this thread? Keras keeps its context."""
+    return global_state.get_global_attribute("current_call_ctx") is not None
+
+
+def cast_output(x: Any) -> Any:
+    """A tensor in float32, with what Keras attaches: the mask, a softmax's logits."""
+    cast = ops.cast(x, "float32")
+    if (mask := get_keras_mask(x)) is not None:
+        set_keras_mask(cast, mask)
+    if hasattr(x, "_keras_logits"):
+        cast._keras_logits = x._keras_logits
+    return cast
+
 
 # The attribute behind `Layer.dtype_policy`, for a look without a call.
 DTYPE_POLICY = "_dtype_policy"
