@@ -147,17 +147,19 @@ def _layer_call(original: Callable) -> Callable:
         is_model = isinstance(self, keras.Model)
         if not first and not is_model:
             return original(self, *args, **kwargs)
-        outermost = is_model and not _is_in_a_call()
+        outermost = is_model and _is_outermost()
         if first:
             note_call(self, args, kwargs)
             choose_policy(self)
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        with first_call(self) if first else contextlib.nullcontext(), _call():
-            result = original(self, *args, **kwargs)
         if first:
+            with first_call(self), _in_a_call():
+                result = original(self, *args, **kwargs)
             self._keras_mp_chosen = self.dtype_policy
+        else:
+            result = original(self, *args, **kwargs)
         return outputs.in_float32(self, result) if outermost else result
 
     return __call__
@@ -165,8 +167,8 @@ def _layer_call(original: Callable) -> Callable:
 
 def _stateless_call(original: Callable) -> Callable:
     def stateless_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outermost = isinstance(self, keras.Model) and not _is_in_a_call()
-        with _call():
+        outermost = isinstance(self, keras.Model) and _is_outermost()
+        with _in_a_call():
             result, *state = original(self, *args, **kwargs)
         return (outputs.in_float32(self, result) if outermost else result), *state
 
@@ -177,7 +179,7 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def _call() -> Iterator[None]:
+def _in_a_call() -> Iterator[None]:
     """Marks a call that Keras has no context for: while it builds, and stateless."""
     before = getattr(_thread, "in_a_call", False)
     _thread.in_a_call = True
@@ -187,8 +189,8 @@ def _call() -> Iterator[None]:
         _thread.in_a_call = before
 
 
-def _is_in_a_call() -> bool:
-    return private.is_in_a_call() or getattr(_thread, "in_a_call", False)
+def _is_outermost() -> bool:
+    return not (private.is_in_a_call() or getattr(_thread, "in_a_call", False))
 
 
 def _layer_get_config(original: Callable) -> Callable:
