@@ -303,6 +303,21 @@ def test_help_is_there_and_loads_nothing(work, args):
     assert result.returncode == 0
 
 
+def test_it_imports_only_the_standard_library_before_it_needs_keras(work):
+    work.script(
+        """
+        import importlib, pathlib, sys
+        import keras_mp_cli
+        for path in pathlib.Path(keras_mp_cli.__file__).parent.glob("*.py"):
+            importlib.import_module(f"keras_mp_cli.{path.stem}")
+        loaded = {name.partition(".")[0] for name in sys.modules}
+        print(sorted(loaded - sys.stdlib_module_names))
+        """
+    )
+    result = work.python("train.py")
+    assert result.stdout == "['__main__', 'keras_mp_cli']\n", result.stderr
+
+
 def test_command_without_a_command_is_refused(work):
     result = work.command()
     assert "COMMAND" in result.stderr
