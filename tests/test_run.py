@@ -121,6 +121,15 @@ def test_script_that_never_imports_keras_is_told_so(work):
     assert result.returncode == 0
 
 
+def test_script_whose_import_of_keras_fails_is_told_so(work):
+    result = work.run("import keras", KERAS_BACKEND="broken")
+    assert result.stderr.endswith(
+        "ImportError: no such backend\n"
+        "keras-mp: the import of keras failed, so no policy was set\n"
+    )
+    assert result.returncode == 1
+
+
 def test_script_that_compiles_nothing_is_told_so(work):
     result = work.run(
         "import keras_mp.loss_scaling.summary as log; log.entries.clear()"
