@@ -102,7 +102,7 @@ sweep-models: $(SWEEP_MODELS)
 check: $(CHECK)
 	$(BIN)/ruff format $(if $(CI),--check) .
 	$(BIN)/ruff check .
-	$(BIN)/mypy keras_mp keras_mp_cli.py benchmarks sweeps
+	$(BIN)/mypy keras_mp keras_mp_cli benchmarks sweeps
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info

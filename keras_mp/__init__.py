@@ -2,6 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from keras_mp_cli.missing import needed, needed_backend
+
+# Before anything else, so that one sentence says what to install. Keras imports its
+# backend, and rich, which draws the tables here too.
+with needed("keras_mp", "rich"), needed_backend():
+    import keras  # noqa: F401
+    import rich  # noqa: F401
+
 from keras_mp import callbacks
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert

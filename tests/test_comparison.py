@@ -15,6 +15,7 @@ import pytest
 from backends import BACKEND, same_bits, values
 from keras import layers, ops
 from keras.src.backend.common import global_state
+from workplace import block
 
 import keras_mp
 from keras_mp.backends import engine
@@ -483,8 +484,9 @@ def test_the_html_is_one_file_that_loads_nothing(tmp_path):
 
 
 def test_the_html_says_that_there_is_no_picture_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "keras_mp.display.plots.comparison", None)
-    assert "matplotlib is not installed" in made(WORSE)._repr_html_()
+    block(monkeypatch, "matplotlib")
+    sentence = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+    assert f"<p>No picture. {sentence}</p>" in made(WORSE)._repr_html_()
 
 
 def test_the_plot_has_axes_units_and_a_sentence():

@@ -18,6 +18,7 @@ from keras import layers, ops
 
 import keras_mp
 import keras_mp_cli
+import keras_mp_cli.backends
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE
 from keras_mp.callbacks import OverflowBreakpoint
@@ -813,12 +814,13 @@ def test_the_command_prints_it(saved, capsys):
 
 
 def test_where_nobody_asks_it_is_replayed_where_it_was_saved(saved, monkeypatch):
-    for backend in keras_mp_cli.BACKENDS:
-        monkeypatch.setattr(keras_mp_cli, "is_installed", lambda name: True)
+    command = keras_mp_cli.backends
+    for backend in command.BACKENDS:
+        monkeypatch.setattr(command, "is_installed", lambda name: True)
         monkeypatch.delenv("KERAS_BACKEND", raising=False)
         change(saved, backend=backend)
-        saved_on = keras_mp_cli._backend_of(str(saved))
-        assert keras_mp_cli.choose_backend(None, saved_on) == backend
+        saved_on = command.backend_of_breakpoint(str(saved))
+        assert command.choose_backend(None, saved_on) == backend
 
 
 @undiagnosed

@@ -3,7 +3,6 @@
 import inspect
 import pathlib
 import re
-import sys
 import types
 
 import keras
@@ -15,6 +14,7 @@ from matplotlib import style
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from rich.cells import cell_len
+from workplace import block
 
 import keras_mp
 from keras_mp.backends import devices
@@ -139,10 +139,11 @@ def test_the_page_loads_nothing_and_the_console_is_silent(shown):
 
 def test_without_matplotlib_the_page_says_so_and_has_the_rest(browser, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, plots.__name__, None)  # Importing it raises.
+        block(patch, "matplotlib")
         diagnosed("float32").to_html(tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
-    assert "No picture: matplotlib is not installed." in browser.texts("p")
+    sentence = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+    assert f"No picture. {sentence}" in browser.texts("p")
     assert browser.hidden("h2, li, p, summary") == []
 
 

@@ -1,7 +1,6 @@
 """`keras-mp doctor`: what is here, what is fast here, and what `"auto"` picks."""
 
 import importlib.metadata
-import importlib.util
 import pathlib
 import platform
 import re
@@ -17,6 +16,7 @@ from keras import ops
 from keras_mp.backends import engine
 from keras_mp.display.tables import Table
 from keras_mp.policies.hardware import Recommendation, recommended_policy
+from keras_mp_cli.missing import is_installed, missing_package
 
 DTYPES = ("float32", "float16", "bfloat16")
 SECONDS = 1.0  # For all products together, after they are compiled.
@@ -192,5 +192,5 @@ def _missing(driver: str, accelerated: bool) -> Iterator[str]:
         )
     if not driver and not accelerated:
         yield "No GPU and no NVIDIA driver: mixed precision can be tested here."
-    if importlib.util.find_spec("matplotlib") is None:
-        yield "No matplotlib, which draws the pictures: pip install 'keras_mp[plots]'"
+    if not is_installed("matplotlib"):
+        yield str(missing_package("Drawing", "matplotlib"))

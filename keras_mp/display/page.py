@@ -10,6 +10,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_mp_cli.missing import MissingPackageError
+
 _CELL = (
     ".keras-mp{overflow-wrap:break-word}"
     ".keras-mp table{border-collapse:collapse}"
@@ -61,8 +63,8 @@ def drawn(plot: Callable[[], Any]) -> str:
         from keras_mp.display.plots import svg_and_caption
 
         svg, caption = svg_and_caption(plot())
-    except ImportError:
-        return "<p>No picture: matplotlib is not installed.</p>"
+    except MissingPackageError as error:
+        return f"<p>No picture. {html.escape(str(error), quote=False)}</p>"
     return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
