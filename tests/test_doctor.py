@@ -7,7 +7,7 @@ import keras
 import pytest
 from backends import BACKEND
 
-from keras_mp.backends import devices
+from keras_mp.backends import devices, engine
 from keras_mp.diagnostics import doctor
 
 
@@ -23,7 +23,7 @@ def here(monkeypatch, *found):
             raise found[0]
         return list(found)
 
-    monkeypatch.setitem(devices._PROBES, BACKEND, probe)
+    monkeypatch.setattr(engine, "list_devices", probe)
 
 
 def driver(monkeypatch, tmp_path, text):

@@ -21,11 +21,11 @@ import keras_mp_cli
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE
 from keras_mp.callbacks import OverflowBreakpoint
-from keras_mp.diagnostics.breakpoint import model_or_weights, skipped_step
+from keras_mp.diagnostics.breakpoint import model_file, skipped_step
 from keras_mp.diagnostics.breakpoint import replay as replay_module
 from keras_mp.diagnostics.breakpoint.batch import batch_of, tensors_of
-from keras_mp.diagnostics.breakpoint.random_state import set_random_state
 from keras_mp.diagnostics.breakpoint.replay import replay
+from keras_mp.diagnostics.breakpoint.skipped_step import set_random_state
 from keras_mp.errors import BreakpointError
 
 RANDOM = np.random.default_rng(0)
@@ -492,7 +492,7 @@ def test_without_a_diagnosis_the_rest_is_saved_and_the_reason(folder, monkeypatc
     def diagnose(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(replay_module, "diagnose", diagnose)
+    monkeypatch.setattr(skipped_step, "diagnose", diagnose)
     model = build()
     fit(model, OverflowBreakpoint(folder))
     assert "RuntimeError: out of memory" in (folder / "diagnosis.txt").read_text()
@@ -571,11 +571,11 @@ def in_float32():
 def test_a_folder_with_something_else_in_it_is_refused(held, tmp_path):
     for name in held:
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match="there is 'notes.txt'"):
+    with pytest.raises(ValueError, match="which holds 'notes.txt'"):
         OverflowBreakpoint(tmp_path)
     watch = OverflowBreakpoint(tmp_path / "other")
     shutil.copytree(tmp_path, tmp_path / "other")
-    with pytest.raises(ValueError, match="there is 'notes.txt'"):
+    with pytest.raises(ValueError, match="which holds 'notes.txt'"):
         fit(build(), watch)
 
 
@@ -614,7 +614,7 @@ def test_a_folder_that_is_filled_meanwhile_stays_as_it_is(folder):
             (folder / "notes.txt").touch()
 
     x, y = AT_ONCE
-    with pytest.warns(UserWarning, match="there is 'notes.txt'"):
+    with pytest.warns(UserWarning, match="which holds 'notes.txt'"):
         fit(build(), OverflowBreakpoint(folder, skips=1), Filling(), x=x, y=y)
     assert os.listdir(folder) == ["notes.txt"]
     assert os.listdir(folder.parent) == ["overflow"]
@@ -627,7 +627,7 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing_behind(saved, monkeyp
     def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(model_or_weights, "save", full)
+    monkeypatch.setattr(model_file, "save", full)
     with pytest.warns(UserWarning, match="OSError: no space left. The training goes"):
         fit(build(), OverflowBreakpoint(saved, skips=1))
     assert (saved / "breakpoint.json").read_bytes() == before

@@ -5,6 +5,7 @@ stands here has none. `tests/test_keras_private.py` holds each of them against K
 """
 
 import importlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,8 +53,23 @@ current_path = _find("keras.src.backend.common.name_scope.current_path")
 Functional = _find("keras.src.models.functional.Functional")
 # TensorFlow must not wrap an optimizer that is set as an attribute.
 untracked = _find("keras.src.utils.tracking.no_automatic_dependency_tracking")
-# How often each automatic name was given: two builds of a model are to name alike.
-global_state = _find("keras.src.backend.common.global_state")
+_global_state = _find("keras.src.backend.common.global_state")
+_NAMES = "object_name_uids"
+
+
+def names_given() -> dict[str, int]:
+    """How often Keras has given each automatic name so far.
+
+    The public `get_uid` only counts on, and `reset_uids` forgets what came before.
+    """
+    names: dict[str, int] = defaultdict(int)
+    names.update(_global_state.get_global_attribute(_NAMES, {}))
+    return names
+
+
+def set_names_given(names: dict[str, int]) -> None:
+    """Lets Keras name from there: two builds of a model then have the same names."""
+    _global_state.set_global_attribute(_NAMES, defaultdict(int, names))
 
 
 # Layers ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What `diagnose` has found, in words, tables and pictures."""
+"""What `diagnose` has found, in text, tables and pictures."""
 
 import dataclasses
 import os
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keras_mp.diagnostics.diagnosis.ranges import FLOAT16, FORMATS, joined
+from keras_mp.diagnostics.diagnosis.ranges import FLOAT16, Range, joined
 from keras_mp.diagnostics.diagnosis.verdict import (
     LOST,
     Measured,
@@ -23,19 +23,19 @@ _ROWS = 12
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What one batch has shown; prints in words, with the tensors that are worst off.
+    """What one batch has shown; prints as text, with the tensors that fit worst.
 
     Attributes:
         model: the model's name.
         policy: the mixed policy that it has, or "float32".
-        scale: the loss scale at which it was judged.
+        scale: the present loss scale.
         measured: the ranges of outputs, activation gradients and gradients in float32,
-            in the order in which they come about.
+            in the order in which they are computed.
         verdict: what they mean for float16.
-        broken_in_float32: what is the first not to be finite in float32, an output or a
-            part of the batch; or empty.
-        broken: the first that is not finite in half precision only; or empty.
-        epsilons: layers whose epsilon half precision turns into 0.
+        broken_in_float32: the first output, or part of the batch, that is not finite in
+            float32; or empty.
+        broken: the first output that is not finite in half precision only; or empty.
+        epsilons: layers whose epsilon becomes 0 in half precision.
         kept: the layers that should stay in float32.
         cured: whether all is finite with these in float32; None if there are none.
     """
@@ -53,7 +53,7 @@ class Report:
 
     @property
     def recommended(self) -> str:
-        """The half dtype that suits the model: float16 where all fits, for its bits."""
+        """The half dtype that suits the model: float16, for its bits, if all fits."""
         if self.verdict.fits or not self.verdict.bfloat16:
             return "float16"
         return "bfloat16"
@@ -66,9 +66,9 @@ class Report:
 
     @property
     def sentences(self) -> list[str]:
-        """The verdict in words, what comes about first standing first."""
+        """The verdict as sentences, in the order of the computation."""
         if self.broken_in_float32:
-            # All the rest follows from it.
+            # It explains all the rest.
             return [
                 f"{self.broken_in_float32} is the first that is not finite, in float32 "
                 "as well: precision is not the cause."
@@ -78,10 +78,10 @@ class Report:
     def _forward(self) -> Iterator[str]:
         if self.verdict.overflowing:
             first, *others = self.verdict.overflowing
-            told = f": the first of {1 + len(others)} outputs that overflow"
+            more = f": the first of {1 + len(others)} outputs that overflow"
             yield (
                 f"{first.path} returns magnitudes of up to {first.range.largest:.3g}, "
-                f"and float16 ends at 65504{told if others else ''}."
+                f"and float16 ends at 65504{more if others else ''}."
             )
         elif self.broken:
             yield (
@@ -101,13 +101,13 @@ class Report:
                 "unscaled."
             )
         if verdict.too_small:
-            worst = max(verdict.too_small, key=self._lost)
+            worst = max(verdict.too_small, key=lambda m: m.lost(self.scale))
             count = len(verdict.too_small)
-            told = f"{count} gradients lose more than {LOST:.2%} of their magnitude; "
+            all_ = f"{count} gradients lose more than {LOST:.2%} of their magnitude; "
             yield (
                 f"At the present loss scale, {self.scale:g}, "
-                f"{told if count > 1 else ''}the {worst.kind} of {worst.path} loses "
-                f"{self._lost(worst):.0%} of its magnitude."
+                f"{all_ if count > 1 else ''}the {worst.kind} of {worst.path} loses "
+                f"{worst.lost(self.scale):.0%} of its magnitude."
             )
         holds = f"{self.scale:g}, {'is' if window.holds(self.scale) else 'is not'}"
         if not verdict.outliers:
@@ -116,12 +116,12 @@ class Report:
                 f"present one, {holds} among them."
             )
             return
-        told = ", ".join(f"{m.path} ({_fits_at(m)})" for m in verdict.outliers[:3])
+        others = ", ".join(f"{m.path} ({_fits_at(m)})" for m in verdict.outliers[:3])
         if len(verdict.outliers) > 3:
-            told += f" and {len(verdict.outliers) - 3} more"
+            others += f" and {len(verdict.outliers) - 3} more"
         yield (
             "There is no loss scale at which every gradient fits into float16: all but "
-            f"{told} fit at {window}. The present one, {holds} among these."
+            f"{others} fit at {window}. The present one, {holds} among these."
         )
 
     def _advice(self) -> Iterator[str]:
@@ -140,9 +140,6 @@ class Report:
             if not self.cured:
                 yield "keras_mp.find_float32_layers(model, (x, y)) finds what else."
 
-    def _lost(self, measured: Measured) -> float:
-        return measured.range.lost(FLOAT16, self.scale)
-
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, as JSON has them."""
         window = self.verdict.window
@@ -155,32 +152,7 @@ class Report:
             "float32": list(self.kept),
             "line": self.line,
             "window": [window.lowest, window.highest] if window.is_open else None,
-            "tensors": [self._tensor(m) for m in self.measured],
-        }
-
-    def _tensor(self, measured: Measured) -> dict[str, Any]:
-        found = measured.range
-        scale = self.scale if measured.is_gradient else 1.0
-        return {
-            "path": measured.path,
-            "kind": measured.kind,
-            "half": measured.half,
-            "size": found.size,
-            "largest": found.largest,
-            "smallest": found.smallest,
-            "zero": found.zeros / found.size if found.size else 0.0,
-            "not_finite": found.nans + found.infinities,
-            **{
-                name: {
-                    "overflowing": found.overflowing(format, scale),
-                    "subnormal": found.subnormal(format, scale),
-                    "vanishing": found.vanishing(format, scale),
-                    "lost": found.lost(format, scale),
-                    "headroom": list(found.headroom(format, scale)),
-                }
-                for name, format in FORMATS.items()
-            },
-            "histogram": {str(e): n for e, n in found.histogram.items()},
+            "tensors": [m.to_dict(self.scale) for m in self.measured],
         }
 
     def _table(
@@ -191,28 +163,21 @@ class Report:
 
     def _row(self, measured: Measured) -> tuple[str, ...]:
         found = measured.range
-        scale = self.scale if measured.is_gradient else 1.0
-        top, bottom = found.headroom(FLOAT16, scale)
+        above, below = measured.headroom(self.scale)
         return (
             measured.path,
             measured.kind.replace("activation ", "activation\n"),
             power(found.largest),
             power(found.smallest),
-            f"{found.lost(FLOAT16, scale):.0%}" if measured.is_gradient else "",
-            f"{top:+d} {bottom:+d}" if found.largest else "",
+            f"{measured.lost(self.scale):.0%}" if measured.is_gradient else "",
+            f"{above:+d} {below:+d}" if found.largest else "",
         )
 
     @property
     def worst(self) -> list[Measured]:
-        """The tensors in half precision that have least room, or are beyond it."""
-
-        def room(measured: Measured) -> float:
-            scale = self.scale if measured.is_gradient else 1.0
-            lost = measured.is_gradient and self._lost(measured) > LOST
-            return measured.range.headroom(FLOAT16, scale)[0] - 100 * lost
-
+        """The tensors in half precision that have the least room, or none."""
         half = [m for m in self.measured if m.half and m.range.largest]
-        return sorted(half, key=room)[:_ROWS]
+        return sorted(half, key=lambda m: m.room(self.scale))[:_ROWS]
 
     def _title(self) -> str:
         return f"{self.model}: {self.policy}, loss scale {self.scale:g}"
@@ -240,12 +205,14 @@ class Report:
         """
         from keras_mp.display.plots import plot_gradients
 
-        gradients = joined(m.range for m in self.measured if m.kind == "gradient")
-        flowing = joined(
-            m.range for m in self.measured if m.kind == "activation gradient"
-        )
+        kinds = {"weights": "gradient", "activations": "activation gradient"}
+        found = {
+            name: joined(m.range for m in self.measured if m.kind == kind)
+            for name, kind in kinds.items()
+        }
         return plot_gradients(
-            {"weights": gradients, "activations": flowing}, self.scale
+            {_label(name, range): range.shares for name, range in found.items()},
+            self.scale,
         )
 
     def _repr_html_(self) -> str:
@@ -268,6 +235,13 @@ class Report:
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that loads nothing from elsewhere."""
         page.write(path, self._title(), self._repr_html_())
+
+
+def _label(name: str, found: Range) -> str:
+    size = found.size or 1
+    beyond = (found.nans + found.infinities) / size
+    not_finite = f", {beyond:.0%} are not finite" if beyond else ""
+    return f"by {name} ({found.zeros / size:.0%} are 0{not_finite})"
 
 
 def _fits_at(measured: Measured) -> str:
