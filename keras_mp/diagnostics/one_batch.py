@@ -41,7 +41,7 @@ def gradients_of(
             outputs = model(x, **_TRAINING if takes_training(model) else {})
             if watch is None:
                 outputs = keras.tree.map_structure(lambda t: see(t)[0], outputs)
-            # Keras lets a `compute_loss` of the user's lack the argument `training`.
+            # A `compute_loss` of the user's need not take `training`.
             parameters = inspect.signature(model.compute_loss).parameters
             training = _TRAINING if "training" in parameters else {}
             loss = model.compute_loss(x, y, outputs, weights, **training)

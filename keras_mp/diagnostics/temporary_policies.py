@@ -83,7 +83,7 @@ def in_float32(layer: Any) -> keras.DTypePolicy:
 
 
 def with_float32(choose: Choice, paths: Sequence[str]) -> Choice:
-    """The same choice, but for the layers at these paths and all that they hold."""
+    """The same choice, with the layers at these paths, and within them, in float32."""
     patterns = [re.compile(f"{re.escape(path)}(/.*)?") for path in paths]
 
     def chosen(layer: Any) -> Any:

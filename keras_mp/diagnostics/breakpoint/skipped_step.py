@@ -83,11 +83,11 @@ def scaling_of(model: Any, state: Any) -> Scaling | None:
 def save(
     folder: pathlib.Path, model: Any, step: Step, after: Scaling, epoch: int
 ) -> Overflow:
-    """Saves a step, with the model as it was before and its diagnosis.
+    """Saves a step with its diagnosis and the model of before the step.
 
     Args:
         folder: to write to.
-        model: as it is after the step.
+        model: after the step.
         step: the step.
         after: the state of loss scaling after it.
         epoch: counted from 1.
@@ -96,7 +96,7 @@ def save(
     scaling: Any = loss_scaling_of(optimizer)
     before = step.scaling or Scaling(scaling.rule.initial_state(), np.zeros(0))
     if not before.counts.size:  # This step has built the optimizer.
-        before = before._replace(counts=np.zeros_like(after.counts))
+        before = Scaling(before.state, np.zeros_like(after.counts))
     paths = [v.path for v in private.own_trainable(optimizer)]
     applied = int(ops.copy(private.applied_steps(optimizer.inner_optimizer).value))
     with replaced(folder) as made, _restored(scaling, before, step.generators):

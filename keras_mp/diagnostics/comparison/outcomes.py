@@ -108,4 +108,6 @@ def _finite(x: float) -> float | None:
 
 
 def _as_dict(ratio: Ratio | None) -> dict[str, float] | None:
-    return ratio._asdict() if ratio else None
+    if ratio is None:
+        return None
+    return {"median": ratio.median, "lowest": ratio.lowest, "highest": ratio.highest}

@@ -27,7 +27,7 @@ class LayerFacts:
             within the model, which leaves that to its layers.
         variable_dtype: the dtype of its weights; None as above.
         output_dtype: the dtype of its output in the graph, several joined by ", ".
-        decided_by: the rule, or whatever else, that decided.
+        decided_by: what decided its policy, such as the name of a rule.
         weight_bytes_float32: its own weights, in float32.
         weight_bytes: its own weights, in their dtype.
         half_copy_bytes: the copies that a call makes in half precision.

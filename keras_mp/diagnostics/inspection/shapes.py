@@ -22,7 +22,7 @@ from keras_mp.policies.rules import LARGEST_COUNT, is_wide_average
 layers = keras.layers
 _LARGEST = 65504
 _MULTIPLE = 8
-# An image has as many channels as it has, and libraries pad these.
+# The channels of an image, whose number is given, and which libraries pad.
 _CHANNELS = 4
 _CELLS = (layers.LSTMCell, layers.GRUCell, layers.SimpleRNNCell)
 _CONVOLUTIONS = (

@@ -1,7 +1,7 @@
 """Pictures of trainings and of ranges: the only folder that imports matplotlib.
 
-Figures are built without `pyplot`, so that drawing one neither opens a window nor
-changes what a notebook or a script has set up for itself.
+Figures are made without `pyplot`, so that drawing one opens no window and leaves the
+settings of a notebook or script alone.
 """
 
 from keras_mp.display.plots.comparison import plot_comparison
