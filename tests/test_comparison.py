@@ -488,6 +488,14 @@ def test_the_html_says_that_there_is_no_picture_without_matplotlib(monkeypatch):
     assert "matplotlib is not installed" in made(WORSE)._repr_html_()
 
 
+def test_without_matplotlib_a_plot_says_how_to_install_it(monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("keras_mp.display.plots")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'keras_mp\[plots\]'"):
+        made(WORSE).plot()
+
+
 def test_the_plot_has_axes_units_and_a_sentence():
     figure = made(WORSE).plot()
     left, middle, right = figure.axes

@@ -65,9 +65,9 @@ class Outcomes:
         return spread.ratio(base, [getattr(t, what) for t in self.of(policy)])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists and numbers, as JSON has them.
+        """All of it as dicts, lists, strings and numbers, for JSON.
 
-        nan and infinity, which JSON has not, are None.
+        nan and infinity, which JSON lacks, are None.
         """
         return {
             "backend": self.backend,

@@ -51,9 +51,9 @@ class Comparison(Outcomes):
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as JSON has them.
+        """All of it as dicts, lists, strings and numbers, for JSON.
 
-        nan and infinity, which JSON has not, are None.
+        nan and infinity, which JSON lacks, are None.
         """
         return {"sentences": self.sentences, **super().to_dict()}
 

@@ -60,7 +60,7 @@ class Measured:
         return self.headroom(loss_scale)[0] - 100 * lost
 
     def to_dict(self, loss_scale: float) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as JSON has them."""
+        """All of it as dicts, lists, strings and numbers, for JSON."""
         found, scale = self.range, self._scale(loss_scale)
         return {
             "path": self.path,

@@ -102,7 +102,7 @@ class Float32Layers:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as JSON has them."""
+        """All of it as dicts, lists, strings and numbers, for JSON."""
         return {
             "model": self.model,
             "policy": self.policy,

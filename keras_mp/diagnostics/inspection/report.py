@@ -44,7 +44,7 @@ class Inspection:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as JSON has them."""
+        """All of it as dicts, lists, strings and numbers, for JSON."""
         return {
             "model": self.model,
             "layers": [dataclasses.asdict(layer) for layer in self.layers],

@@ -4,6 +4,13 @@ Figures are made without `pyplot`, so that drawing one opens no window and leave
 settings of a notebook or script alone.
 """
 
+try:
+    import matplotlib  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "pictures need matplotlib: pip install 'keras_mp[plots]'", name=error.name
+    ) from error
+
 from keras_mp.display.plots.comparison import plot_comparison
 from keras_mp.display.plots.figures import save_png, svg_and_caption
 from keras_mp.display.plots.gradients import plot_gradients
