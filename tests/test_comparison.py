@@ -1,4 +1,4 @@
-"""`compare`: nothing differs but the policy, and what differs then is told."""
+"""`compare`: nothing differs but the policy, and what differs then is reported."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def test_each_policy_starts_from_the_same_weights_and_sees_the_same_batches():
         return models[-1]
 
     found = compare(build, policies=THREE, seeds=(5, 7))
-    # Of each seed, the first has told the initial values and was never trained. The
+    # Of each seed, the first gave the initial values and was never trained. The
     # policies take turns in going first.
     assert under == [THREE[i] for i in (0, 0, 1, 2, 0, 1, 2, 0)]
     assert [(t.seed, t.policy) for t in found.trainings] == [
@@ -205,7 +205,7 @@ def test_a_dataset_or_a_function_that_makes_one_is_the_same_for_each(data):
     assert not any("order" in note for note in found.notes)
 
 
-def test_a_dataset_that_changes_its_order_is_told():
+def test_a_dataset_that_changes_its_order_is_reported():
     with pytest.warns(UserWarning, match="order of its own"):
         found = compare(train=Reordered(), policies=THREE[:2], seeds=1)
     assert any("`train` give a function" in sentence for sentence in found.sentences)
@@ -218,7 +218,7 @@ def test_a_function_may_return_a_generator():
     assert one.losses == other.losses
 
 
-# What is told ---------------------------------------------------------------------
+# What is reported -----------------------------------------------------------------
 
 
 class Spoiled(layers.Layer):
@@ -305,7 +305,7 @@ def test_skipped_steps_are_counted():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_build_that_ignores_the_policy_is_told(whole):
+def test_a_build_that_ignores_the_policy_is_reported(whole):
     def build():
         if whole:
             with keras_mp.policy_scope("float32"):
@@ -319,7 +319,7 @@ def test_a_build_that_ignores_the_policy_is_told(whole):
     )
 
 
-def test_policies_of_one_name_are_told_apart():
+def test_policies_of_one_name_are_distinguished():
     def build():
         return model_of(layers.Dense(4, name="other"), layers.Dense(4, name="hidden"))
 
@@ -415,7 +415,7 @@ WORSE = {
 }
 
 
-def test_words_come_before_the_table():
+def test_sentences_come_before_the_table():
     text = str(made(WORSE))
     sentence = text.index(
         "- mixed_float16: loss is 0.5 higher, beyond the spread over 3 seeds (0.1);\n"
@@ -433,7 +433,7 @@ def test_words_come_before_the_table():
     assert re.search(r"mixed_float16 +0 to 2\n?$", text)
 
 
-def test_one_seed_is_told_to_have_no_spread():
+def test_one_seed_is_said_to_have_no_spread():
     found = made({"loss": {"float32": [1.0], "mixed_float16": [1.5]}})
     assert found.sentences[0] == (
         "mixed_float16: loss is 0.5 higher, and one seed has no spread."
@@ -441,7 +441,7 @@ def test_one_seed_is_told_to_have_no_spread():
     assert "no spread: one seed" in str(found)
 
 
-def test_seeds_that_disagree_are_told():
+def test_seeds_that_disagree_are_reported():
     found = made({"loss": {"a": [1.0, 1.1, 1.2], "b": [0.9, 2.0, 2.0]}})
     assert found.sentences[0] == (
         "b: loss is 0.53 higher, more than the spread over 3 seeds (0.1), but not with "

@@ -340,7 +340,7 @@ def test_a_frozen_model_has_outputs_alone():
     assert "gradient" not in kinds and "output" in kinds
 
 
-def test_a_shared_layer_is_told_for_each_of_its_calls():
+def test_a_shared_layer_is_reported_for_each_of_its_calls():
     inputs = keras.Input((8,))
     shared = layers.Dense(8, name="shared")
     model = keras.Model(inputs, shared(shared(inputs)))

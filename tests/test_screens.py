@@ -112,8 +112,8 @@ def test_a_click_opens_the_table_of_all(shown, window):
     rows = [f"details:nth-of-type({n + 1}) tbody tr" for n in range(len(kinds))]
     assert [len(window.hidden(row)) for row in rows] == counts  # Closed at first.
     window.click("summary")
-    told = [f"All {k}s ({n})" for k, n in zip(kinds, counts, strict=True)]
-    assert window.texts("summary") == told
+    expected = [f"All {k}s ({n})" for k, n in zip(kinds, counts, strict=True)]
+    assert window.texts("summary") == expected
     assert [len(window.texts(row)) for row in rows] == counts
     assert [window.hidden(row) for row in rows] == [[]] * len(rows)
 
@@ -432,7 +432,7 @@ def examined():
 
 
 WIDTH = 80
-# Module -> a table of it with the longest that can stand there, and what must be told.
+# Module -> a table of it with the longest that can stand there, and what it must show.
 TABLES = {
     "policies/rule.py": (
         lambda: keras_mp.MixedFloat16(float32=[f"{LONG}/{LONG}/.*"]).rules,
@@ -469,14 +469,14 @@ def test_every_module_that_prints_a_table_is_among_these():
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_fits_80_columns_and_cuts_nothing_off(name):
-    make, told = TABLES[name]
+    make, expected = TABLES[name]
     lines = str(make()).splitlines()
     assert max(cell_len(line) for line in lines) <= WIDTH
     assert not any("…" in line for line in lines)
     # A long path goes on below itself, within its column.
     columns = [re.split("  +", line.strip()) for line in lines]
     assert any(
-        told in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
+        expected in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
     )
 
 
