@@ -20,14 +20,12 @@ class Output:
     Attributes:
         path: the layer's path; of an operation its name.
         operation: the layer or operation.
-        dtype: of the tensor.
         values: their range.
         gradient: the range of the loss's gradient by it; None if there is none.
     """
 
     path: str
     operation: Any
-    dtype: str
     values: Range
     gradient: Range | None
 
@@ -37,12 +35,10 @@ class Probe:
     """What one batch has shown.
 
     Attributes:
-        loss: the loss, times the scale.
         outputs: in the order in which they were computed.
         gradients: of each trainable variable by its path; None if there is none.
     """
 
-    loss: float
     outputs: tuple[Output, ...]
     gradients: dict[str, Range | None]
 
@@ -61,10 +57,9 @@ def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
     outputs = zip(calls.made, found.seen, found.by_seen, strict=True)
     gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return Probe(
-        loss=float(found.loss),
         outputs=tuple(
-            Output(path, operation, dtype, range_of(values), _range(gradient))
-            for (path, operation, dtype), values, gradient in outputs
+            Output(path, operation, range_of(values), _range(gradient))
+            for (path, operation), values, gradient in outputs
         ),
         gradients={variable.path: _range(gradient) for variable, gradient in gradients},
     )
@@ -81,7 +76,7 @@ class _Calls:
         self._reset()
 
     def _reset(self) -> None:
-        self.made: list[tuple[str, Any, str]] = []
+        self.made: list[tuple[str, Any]] = []
         self._known: dict[int, Any] = {}
         self._times: dict[str, int] = {}
 
@@ -100,8 +95,7 @@ class _Calls:
         shown, known = self._see(x)
         if known:
             self._known[id(shown)] = shown
-            dtype = keras.backend.standardize_dtype(shown.dtype)
-            self.made.append((self._path(operation), operation, dtype))
+            self.made.append((self._path(operation), operation))
         return shown
 
     def _path(self, operation: Any) -> str:

@@ -186,14 +186,12 @@ def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity
         found = gradients_of(model, batch, scale)
     gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return [
-        *_named(found.seen),
+        *(
+            Quantity(f"output {number}" if number > 1 else "output", values)
+            for number, values in enumerate(found.seen, start=1)
+        ),
         *(Quantity(v.path, g / scale) for v, g in gradients if g is not None),
     ]
-
-
-def _named(outputs: Sequence[np.ndarray]) -> Iterator[Quantity]:
-    for number, values in enumerate(outputs, start=1):
-        yield Quantity("output" if number == 1 else f"output {number}", values)
 
 
 def _error(found: Quantity, expected: Quantity) -> float:

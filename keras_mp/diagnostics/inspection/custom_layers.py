@@ -36,8 +36,6 @@ _FLOATS = {
     "float64": "float64",
     "double": "float64",
 }
-
-
 _PLAIN = {
     *keras.Model.__mro__,
     *keras.Sequential.__mro__,
@@ -100,10 +98,7 @@ def casts_of(layer: Any) -> Casts:
 
 def _dtype_of(call: ast.Call) -> ast.expr | None:
     """The dtype that a call casts to; None if it does not cast."""
-    function = call.func
-    is_method = isinstance(function, ast.Attribute)
-    name = function.attr if isinstance(function, ast.Attribute) else ""
-    name = function.id if isinstance(function, ast.Name) else name
+    is_method, name = isinstance(call.func, ast.Attribute), _name_of(call.func)
     if is_method and name in ("half", "float", "bfloat16", "double") and not call.args:
         return ast.Constant(name)
     for keyword in call.keywords:
@@ -118,13 +113,12 @@ def _dtype_of(call: ast.Call) -> ast.expr | None:
 
 def _literal(dtype: ast.expr) -> str:
     """The float dtype that is written there: "float16", tf.float16, np.float16."""
-    if isinstance(dtype, ast.Constant):
-        return _FLOATS.get(str(dtype.value), "")
-    if isinstance(dtype, ast.Attribute):
-        return _FLOATS.get(dtype.attr, "")
-    if isinstance(dtype, ast.Name):
-        return _FLOATS.get(dtype.id, "")
-    return ""
+    name = str(dtype.value) if isinstance(dtype, ast.Constant) else _name_of(dtype)
+    return _FLOATS.get(name, "")
+
+
+def _name_of(node: ast.expr) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def lost_policies(
