@@ -21,9 +21,9 @@ from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, Policy
 from keras_mp.policies.rules import keep_float32
 
 if TYPE_CHECKING:
-    from keras_mp.diagnostics.comparison.trainings import compare
+    from keras_mp.diagnostics.comparison.comparison import compare
     from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
-    from keras_mp.diagnostics.float32_search.float32_layers import find_float32_layers
+    from keras_mp.diagnostics.float32_search.search import find_float32_layers
     from keras_mp.diagnostics.inspection.inspection import inspect
 
 __version__ = "0.1.0"
@@ -49,9 +49,9 @@ __all__ = [
 
 # Half of all modules: imported when they are asked for, a training rarely does.
 _DIAGNOSTICS = {
-    "compare": "comparison.trainings",
+    "compare": "comparison.comparison",
     "diagnose": "diagnosis.diagnosis",
-    "find_float32_layers": "float32_search.float32_layers",
+    "find_float32_layers": "float32_search.search",
     "inspect": "inspection.inspection",
 }
 

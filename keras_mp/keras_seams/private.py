@@ -5,6 +5,7 @@ stands here has none. `tests/test_keras_private.py` holds each of them against K
 """
 
 import importlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,13 +56,28 @@ Functional = _find("keras.src.models.functional.Functional")
 untracked = _find("keras.src.utils.tracking.no_automatic_dependency_tracking")
 # `dtype_policy` is looked up here by all of Keras.
 policy_module = _find("keras.src.dtype_policies.dtype_policy")
-# How often each automatic name was given: two builds of a model are to name alike.
-global_state = _find("keras.src.backend.common.global_state")
+_global_state = _find("keras.src.backend.common.global_state")
+_NAMES = "object_name_uids"
+
+
+def names_given() -> dict[str, int]:
+    """How often Keras has given each automatic name so far.
+
+    The public `get_uid` only counts on, and `reset_uids` forgets what came before.
+    """
+    names: dict[str, int] = defaultdict(int)
+    names.update(_global_state.get_global_attribute(_NAMES, {}))
+    return names
+
+
+def set_names_given(names: dict[str, int]) -> None:
+    """Lets Keras name from there: two builds of a model then have the same names."""
+    _global_state.set_global_attribute(_NAMES, defaultdict(int, names))
 
 
 def policy_of_thread() -> Any:
     """The global policy of this thread; None if nobody has set or asked for one."""
-    return global_state.get_global_attribute("dtype_policy")
+    return _global_state.get_global_attribute("dtype_policy")
 
 
 # Where classes come from -----------------------------------------------------------
@@ -94,7 +110,7 @@ def preprocessing_classes() -> tuple[type, ...]:
 
 def is_in_a_call() -> bool:
     """Is the call of a layer under way in this thread? Keras keeps its context."""
-    return global_state.get_global_attribute("current_call_ctx") is not None
+    return _global_state.get_global_attribute("current_call_ctx") is not None
 
 
 def cast_output(x: Any) -> Any:

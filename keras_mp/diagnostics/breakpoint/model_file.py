@@ -1,4 +1,4 @@
-"""A model in a file, or its weights alone where no file can hold it."""
+"""The file of a model, or of its weights alone if no file can hold the model."""
 
 import pathlib
 import warnings
@@ -24,7 +24,7 @@ def save(model: Any, folder: pathlib.Path) -> str:
     """Saves a model with its optimizer; returns the name of the file, in `folder`.
 
     A model without a `get_config` cannot be saved, and one with a lambda, in a layer or
-    as its loss, cannot be opened: of these the weights are.
+    as its loss, cannot be opened: their weights alone are saved.
     """
     file = folder / MODEL
     try:
@@ -34,8 +34,8 @@ def save(model: Any, folder: pathlib.Path) -> str:
         with zipfile.ZipFile(file) as archive:
             if b'"__lambda__"' not in archive.read("config.json"):
                 return MODEL
-    except Exception:  # Whatever a `get_config` of the user's may raise.
-        pass  # A full disk is told by the weights as well.
+    except Exception:  # A `get_config` of the user's may raise anything.
+        pass  # On a full disk, `save_weights` raises too.
     file.unlink(missing_ok=True)
     model.save_weights(folder / WEIGHTS)
     return WEIGHTS
@@ -51,8 +51,8 @@ def load(
 
     Args:
         file: the file.
-        data: inputs, to build a model that `build` has not.
-        build: returns the compiled model; where the file holds weights alone.
+        data: inputs, to build the model if `build` has not.
+        build: returns the compiled model; needed if the file holds weights alone.
         custom_objects: name -> class or function of the user's that is not registered.
 
     Raises:
@@ -78,7 +78,7 @@ def load(
 def _read(reader: Callable, file: pathlib.Path, **options: Any) -> Any:
     try:
         return reader(file, **options)
-    except Exception as error:  # Keras' readers raise whatever comes.
+    except Exception as error:  # Keras' readers may raise anything.
         remedy = "classes of its own must be in the script that `--script` names"
         raise BreakpointError(
             f"cannot open {str(file)!r} ({remedy}): {error}"

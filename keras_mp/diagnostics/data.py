@@ -1,4 +1,4 @@
-"""What several trainings learn from: the same for each of them."""
+"""The data of a user: for several trainings, or one batch of it."""
 
 import pickle
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-_KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has but the last.
+_KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has only the last.
 
 
 class TrainingData:
@@ -21,28 +21,26 @@ class TrainingData:
         batch_size: of arrays.
 
     Raises:
-        TypeError: for what is no data, and for an iterator, which is gone after the
-            first training.
+        TypeError: if `given` is no data, or is an iterator, which the first training
+            uses up.
         ValueError: for a tuple of another length.
     """
 
     def __init__(self, name: str, given: Any, batch_size: int) -> None:
         if isinstance(given, Iterator):
             raise TypeError(
-                f"`{name}` must be there for each training, and an iterator is gone "
-                f"after one. Received: {name}={given!r}. Give a function that returns "
-                "a new one."
+                f"`{name}` must serve each training, and an iterator serves only one. "
+                f"Received: {name}={given!r}. Give a function that returns a new one."
             )
         if not callable(given):
-            _check_kind(
-                name, given, "a dataset, or a function that returns one of these"
-            )
+            what = "a dataset, or a function that returns one of these"
+            _check_kind(name, given, what)
         self._name, self._given, self._batch_size = name, given, batch_size
         if not callable(given):
             self.arguments()
 
     def arguments(self) -> dict[str, Any]:
-        """What `evaluate` takes; `fit` takes it too."""
+        """The arguments for `evaluate`; `fit` takes them too."""
         data = self._data()
         if isinstance(data, tuple):
             if not 1 <= len(data) <= 3:
@@ -59,12 +57,11 @@ class TrainingData:
         return {"x": data}
 
     def to_fit(self) -> dict[str, Any]:
-        """What `fit` takes: as its default is, shuffled by Keras where Keras can."""
+        """The arguments for `fit`, which shuffles by default."""
         arguments = self.arguments()
-        own = "batch_size" in arguments
-        own = own or isinstance(arguments["x"], keras.utils.PyDataset)
-        # Keras warns of datasets that it is asked to shuffle.
-        return {**arguments, "shuffle": own}
+        is_dataset = isinstance(arguments["x"], keras.utils.PyDataset)
+        # Keras warns if it is asked to shuffle another kind of dataset.
+        return {**arguments, "shuffle": is_dataset or "batch_size" in arguments}
 
     def first_batch(self) -> Any:
         """One batch, as a train step gets it."""
@@ -78,9 +75,9 @@ class TrainingData:
         )
 
     def order(self) -> list[bytes]:
-        """Bits that tell whether data comes in another order; none of arrays.
+        """The bytes of the first batch, to compare orders; empty for arrays.
 
-        These are put in order by Keras, which obeys the seed.
+        Keras itself shuffles arrays, by the seed.
         """
         data = self._data()
         if isinstance(data, tuple) or _is_array(data):
@@ -97,16 +94,16 @@ class TrainingData:
 
 
 def one_batch(name: str, given: Any) -> tuple[Any, Any, Any]:
-    """Takes inputs, targets and sample weights of one batch.
+    """Returns the inputs, targets and sample weights of one batch.
 
     Args:
         name: of the argument, for errors.
-        given: the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or what gives
-            batches, of which the first is taken.
+        given: the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
+            whose first batch is taken.
 
     Raises:
-        TypeError: for what is no data.
-        ValueError: if there is no example in it.
+        TypeError: if `given` is no data.
+        ValueError: if it holds no example.
     """
     _check_kind(name, given, "a dataset")
     batch = given
@@ -128,10 +125,10 @@ def check_examples(name: str, batch: Any) -> None:
         )
 
 
-def _check_kind(name: str, given: Any, or_else: str) -> None:
+def _check_kind(name: str, given: Any, what: str) -> None:
     if isinstance(given, str) or not any(hasattr(given, x) for x in _KINDS):
         raise TypeError(
-            f"`{name}` must be (x, y), (x, y, sample_weight), {or_else}. Received: "
+            f"`{name}` must be (x, y), (x, y, sample_weight), {what}. Received: "
             f"{name}={given!r}."
         )
 
