@@ -11,5 +11,5 @@ def start(policy: str) -> None:
 
 
 def summary() -> list[str]:
-    """One line for each optimizer that the script compiled a model with."""
+    """One line for each optimizer that the script trained a model with."""
     return optimizers.lines()

@@ -38,7 +38,7 @@ from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
-    scale_optimizer,
+    scale_optimizers,
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
@@ -237,7 +237,7 @@ def _compile(original: Callable) -> Callable:
             private.compile_config(self)["auto_scale_loss"] = False
         if changed := outputs.keep_outputs_in_float32(self):
             symbolic.refresh(self, changed)
-        scale_optimizer(self)
+        scale_optimizers(self)
         return result
 
     return compile
@@ -246,7 +246,7 @@ def _compile(original: Callable) -> Callable:
 def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
         # Layers that a subclassed model builds at its first call are known only now.
-        scale_optimizer(self)
+        scale_optimizers(self)
         vars(self).pop(ONCE, None)  # Left by a `fit` that an exception has ended.
         before = self.train_function
         wrap = functools.partial(_train_step, self)
@@ -274,7 +274,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
         built = built or all(layer.built for layer in private.layers_in(model))
         if not built and keras_own:
             engine.build(model, *args)
-            scale_optimizer(model)
+            scale_optimizers(model)
         step = original
         scaling = loss_scaling_of(model.optimizer)
         if scaling is not None:
@@ -284,7 +284,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
             result = step(*args)
         if not built and not keras_own:
             # What the step has built is known now, and TensorFlow traces it again.
-            scale_optimizer(model)
+            scale_optimizers(model)
         return result
 
     return train_step
