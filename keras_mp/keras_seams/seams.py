@@ -45,6 +45,7 @@ from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies import inputs, outputs, saving, symbolic
 from keras_mp.policies.choosing import choose_by_class, choose_policy, first_call
 from keras_mp.policies.layers import note_call
+from keras_mp.policies.reach import warn_of_unreached
 
 
 def install() -> None:
@@ -238,6 +239,7 @@ def _compile(original: Callable) -> Callable:
         if changed := outputs.keep_outputs_in_float32(self):
             symbolic.refresh(self, changed)
         scale_optimizers(self)
+        warn_of_unreached(self)
         return result
 
     return compile
@@ -264,11 +266,11 @@ def _train_step(model: Any, original: Callable) -> Callable:
         is vars(_definer("train_step"))["train_step"]
     )
 
-    built = False
+    built = examined = False
 
     @functools.wraps(original)
     def train_step(*args: Any) -> Any:
-        nonlocal built
+        nonlocal built, examined
         # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
         # built, nobody looks again.
         built = built or all(layer.built for layer in private.layers_in(model))
@@ -285,6 +287,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
         if not built and not keras_own:
             # What the step has built is known now, and TensorFlow traces it again.
             scale_optimizers(model)
+        examined = examined or warn_of_unreached(model)
         return result
 
     return train_step
