@@ -86,7 +86,12 @@ def test_an_adaptive_pooling_model_trains():
         pytest.skip(f"Keras {keras.__version__} has no AdaptiveAveragePooling2D")
     with keras_mp.policy_scope("mixed_float16"):
         model = keras.Sequential(
-            [keras.Input((8, 8, 2)), layers.Conv2D(4, 3), pool((2, 2)), layers.Flatten()]
+            [
+                keras.Input((8, 8, 2)),
+                layers.Conv2D(4, 3),
+                pool((2, 2)),
+                layers.Flatten(),
+            ]
         )
         model.add(layers.Dense(1))
     assert model.layers[1].compute_dtype == "float32"

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-from keras.src.backend import get_keras_mask
 from keras.src.ops.numpy import Sum
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import layer_path, policy_of
 from keras_mp.policies.rules import LARGEST_EXACT_INTEGER, is_wide_average
 
@@ -44,7 +44,7 @@ def long_sums(nodes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
 
 def _in_layer(layer: Any, node: Any) -> str:
     tensor = node.input_tensors[0]
-    masked = get_keras_mask(tensor) is not None
+    masked = private.get_keras_mask(tensor) is not None
     if isinstance(layer, layers.GlobalAveragePooling1D) and masked:
         steps = tensor.shape[1 if layer.data_format == "channels_last" else 2]
         return _sum_of(steps, "under a mask it sums")
