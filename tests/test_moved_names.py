@@ -1,4 +1,4 @@
-"""Where Keras lacks a name that keras_mp needs, its import says which, and what to do."""
+"""A Keras without a name that keras_mp needs: the import says which, and what to do."""
 
 import os
 import subprocess

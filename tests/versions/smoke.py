@@ -1,8 +1,8 @@
 """What a user does with keras_mp, in twenty short tests.
 
-`make test-versions` runs this file on each set of versions in sets.toml. It asks for the
-promises that an old or a new Keras, JAX, TensorFlow or torch may break, and is quick
-enough to run on all of them; the rest of the tests goes deeper.
+`make test-versions` runs this file on each set of versions in sets.toml. It asks for
+what an old or a new Keras, JAX, TensorFlow or torch may break, and is quick enough to
+run on all of them; the other tests go deeper.
 """
 
 import keras

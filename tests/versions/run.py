@@ -1,0 +1,204 @@
+"""Runs the tests on each set of versions in sets.toml: `make test-versions`.
+
+    python tests/versions/run.py [SET ...]
+
+makes an environment for each set, runs smoke.py and the core test files in it, prints
+a table and writes it into CONTRIBUTING.md, where the rows of other sets stay.
+"""
+
+import datetime
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from os import environ
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+HERE = pathlib.Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+ENVIRONMENTS = REPOSITORY / ".venv-versions"
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
+TABLE = re.compile(
+    "(<!-- measured: versions -->)(.*)(<!-- end of versions -->)", re.DOTALL
+)
+HEADER = (
+    "| set | Python | Keras | backend | smoke test | core tests |\n"
+    "| --- | --- | --- | --- | --- | --- |"
+)
+
+BACKENDS = ("jax", "tensorflow", "torch")
+# What the tests import, beside the package and its backends.
+TOOLS = ("pytest", "hypothesis", "matplotlib", "rich", "scikit-learn")
+SMOKE = ("tests/versions/smoke.py",)
+
+
+class Set(NamedTuple):
+    """One set of versions."""
+
+    name: str
+    python: str
+    packages: list[str]
+    core: list[str]
+    keras: str | None = None
+
+    @property
+    def backends(self) -> list[str]:
+        names = [package.split("==")[0] for package in self.packages]
+        return [backend for backend in BACKENDS if backend in names]
+
+    @property
+    def interpreter(self) -> str:
+        return str(ENVIRONMENTS / self.name / "bin" / "python")
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version, if there is one."""
+    for candidate in (sys.executable, f"python{version}"):
+        show = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        try:
+            found = subprocess.run(show, capture_output=True, text=True)
+        except OSError:
+            continue
+        if found.stdout.strip() == version:
+            return candidate
+    return None
+
+
+def install(versions: Set, python: str) -> None:
+    """Makes the environment of a set, unless it is there already.
+
+    One with the newest versions of something is made anew each day.
+    """
+    folder = ENVIRONMENTS / versions.name
+    stamp = folder / "made-for"
+    pinned = all("==" in package for package in versions.packages)
+    day = "" if pinned else f"{datetime.date.today()}"
+    wanted = f"{versions} {TOOLS} {day}"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    pip = [versions.interpreter, "-m", "pip", "--quiet"]
+    # With its extras: pip refuses a set that the bounds in pyproject.toml leave out.
+    package = f"{REPOSITORY}[{','.join(versions.backends)}]"
+    install = [*pip, "install", *versions.packages, *TOOLS, "--editable", package]
+    subprocess.run(install, check=True)
+    if versions.keras is not None:
+        subprocess.run([*pip, "uninstall", "--yes", "keras"], check=True)
+        install = [*pip, "install", "--pre", "--no-deps", versions.keras]
+        subprocess.run(install, check=True)
+    stamp.write_text(wanted)
+
+
+def version(versions: Set, package: str) -> str:
+    show = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+    done = subprocess.run(
+        [versions.interpreter, "-c", show, package],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def run_tests(
+    versions: Set, backend: str, files: tuple[str, ...], left_out: tuple[str, ...] = ()
+) -> str:
+    """What came of these test files, in words; failures are printed as well."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        done = subprocess.run(
+            [
+                *(versions.interpreter, "-m", "pytest", *files, "--quiet"),
+                *("-p", "no:cacheprovider", f"--junitxml={report}"),
+                *(f"--deselect={test}" for test in left_out),
+            ],
+            cwd=REPOSITORY,
+            env=environ | {"KERAS_BACKEND": backend, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+        )
+        counted = ElementTree.parse(report).getroot() if report.exists() else None
+    if done.returncode:
+        print("\n".join((done.stdout + done.stderr).splitlines()[-30:]))
+    if counted is None:
+        return "**does not start**"
+    counts = {key: int(counted[0].get(key, 0)) for key in ("errors", "failures")}
+    skipped, tests = int(counted[0].get("skipped", 0)), int(counted[0].get("tests", 0))
+    failed = sum(counts.values())
+    passed = tests - failed - skipped
+    return ", ".join(
+        text
+        for number, text in [
+            (failed or done.returncode, f"**{failed} failed**"),
+            (passed, f"{passed} passed"),
+            (skipped, f"{skipped} skipped"),
+            (len(left_out), f"{len(left_out)} left out"),
+        ]
+        if number
+    )
+
+
+def left_out(known: list[dict[str, Any]], versions: Set, backend: str) -> Iterator[str]:
+    """The core tests that fail on these versions for a reason in sets.toml."""
+    for each in known:
+        if versions.name in each["sets"] and backend in each.get("backends", BACKENDS):
+            yield from each["tests"]
+
+
+def rows(versions: Set, core: tuple[str, ...], known: list[Any]) -> Iterator[str]:
+    keras = version(versions, versions.keras or "keras")
+    for backend in versions.backends:
+        results = [run_tests(versions, backend, SMOKE), ""]
+        if backend in versions.core:
+            tests = tuple(left_out(known, versions, backend))
+            results[1] = run_tests(versions, backend, core, tests)
+        cells = [versions.name, versions.python, keras]
+        cells += [f"{backend} {version(versions, backend)}", *results]
+        row = f"| {' | '.join(cells)} |"
+        print(row, flush=True)
+        yield row
+
+
+def write(new: dict[str, list[str]], order: list[str]) -> None:
+    """Puts the rows of these sets into CONTRIBUTING's table."""
+    text = CONTRIBUTING.read_text()
+    found = TABLE.search(text)
+    if found is None:
+        sys.exit("CONTRIBUTING.md has no <!-- measured: versions --> to write into.")
+    all_rows: dict[str, list[str]] = {}
+    for row in found[2].strip().splitlines()[2:]:
+        all_rows.setdefault(row.split("|")[1].strip(), []).append(row)
+    all_rows |= new
+    lines = [HEADER, *(row for name in order for row in all_rows.get(name, []))]
+    table = "\n\n".join([found[1], "\n".join(lines), found[3]])
+    CONTRIBUTING.write_text(text[: found.start()] + table + text[found.end() :])
+
+
+def main(asked: list[str]) -> int:
+    described = tomllib.loads((HERE / "sets.toml").read_text())
+    core = tuple(described.pop("core_files"))
+    known = described.pop("left_out", [])
+    sets = {name: Set(name, **values) for name, values in described.items()}
+    if unknown := sorted({*asked} - {*sets}):
+        sys.exit(f"No such set: {', '.join(unknown)}. There are: {', '.join(sets)}.")
+    print(HEADER)
+    results = {}
+    for name in asked or sets:
+        python = interpreter(sets[name].python)
+        if python is None:
+            print(f"{name} is left out: there is no Python {sets[name].python} here.")
+            continue
+        install(sets[name], python)
+        results[name] = list(rows(sets[name], core, known))
+        write(results, list(sets))
+    return int(any("**" in row for each in results.values() for row in each))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
