@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import environ
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -34,7 +34,7 @@ HEADER = (
 BACKENDS = ("jax", "tensorflow", "torch")
 # What the tests import, beside the package and its backends.
 TOOLS = ("pytest", "hypothesis", "matplotlib", "rich", "scikit-learn")
-SMOKE = ("tests/versions/smoke.py",)
+SMOKE = "tests/versions/smoke.py"
 
 
 class Set(NamedTuple):
@@ -45,6 +45,7 @@ class Set(NamedTuple):
     packages: list[str]
     core: list[str]
     keras: str | None = None
+    xla_flags: str | None = None
 
     @property
     def backends(self) -> list[str]:
@@ -107,57 +108,53 @@ def version(versions: Set, package: str) -> str:
 
 
 def run_tests(
-    versions: Set, backend: str, files: tuple[str, ...], left_out: tuple[str, ...] = ()
+    versions: Set, backend: str, files: Sequence[str], options: Sequence[str]
 ) -> str:
     """What came of these test files, in words; failures are printed as well."""
+    environment = environ | {"KERAS_BACKEND": backend, "PYTHONPATH": str(REPOSITORY)}
+    if versions.xla_flags is not None:
+        environment["XLA_FLAGS"] = versions.xla_flags
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         done = subprocess.run(
             [
-                *(versions.interpreter, "-m", "pytest", *files, "--quiet"),
+                *(versions.interpreter, "-m", "pytest", *files, "--quiet", *options),
                 *("-p", "no:cacheprovider", f"--junitxml={report}"),
-                *(f"--deselect={test}" for test in left_out),
             ],
             cwd=REPOSITORY,
-            env=environ | {"KERAS_BACKEND": backend, "PYTHONPATH": str(REPOSITORY)},
+            env=environment,
             capture_output=True,
             text=True,
         )
-        counted = ElementTree.parse(report).getroot() if report.exists() else None
+        counted = ElementTree.parse(report).getroot()[0] if report.exists() else None
     if done.returncode:
         print("\n".join((done.stdout + done.stderr).splitlines()[-30:]))
     if counted is None:
-        return "**does not start**"
-    counts = {key: int(counted[0].get(key, 0)) for key in ("errors", "failures")}
-    skipped, tests = int(counted[0].get("skipped", 0)), int(counted[0].get("tests", 0))
-    failed = sum(counts.values())
-    passed = tests - failed - skipped
-    return ", ".join(
-        text
-        for number, text in [
-            (failed or done.returncode, f"**{failed} failed**"),
-            (passed, f"{passed} passed"),
-            (skipped, f"{skipped} skipped"),
-            (len(left_out), f"{len(left_out)} left out"),
-        ]
-        if number
+        return "**ends early**"
+    tests, errors, failures, skipped = (
+        int(counted.get(name, 0)) for name in ("tests", "errors", "failures", "skipped")
     )
+    text = f"{tests - errors - failures - skipped} passed"
+    if done.returncode:
+        text = f"**{errors + failures} failed**, {text}"
+    return f"{text}, {skipped} skipped" if skipped else text
 
 
-def left_out(known: list[dict[str, Any]], versions: Set, backend: str) -> Iterator[str]:
-    """The core tests that fail on these versions for a reason in sets.toml."""
-    for each in known:
-        if versions.name in each["sets"] and backend in each.get("backends", BACKENDS):
-            yield from each["tests"]
+def without(left_out: list[dict[str, Any]], versions: Set) -> list[str]:
+    """Options of pytest: without the core tests that sets.toml leaves out."""
+    of_this = [each for each in left_out if versions.name in each["sets"]]
+    tests = [each["tests"] for each in of_this if "tests" in each]
+    warnings = [each["warning"] for each in of_this if "warning" in each]
+    options = [f"-Wignore:{warning}" for warning in warnings]
+    return [*options, "-k", f"not ({' or '.join(tests)})"] if tests else options
 
 
-def rows(versions: Set, core: tuple[str, ...], known: list[Any]) -> Iterator[str]:
+def rows(versions: Set, core: list[str], options: list[str]) -> Iterator[str]:
     keras = version(versions, versions.keras or "keras")
     for backend in versions.backends:
-        results = [run_tests(versions, backend, SMOKE), ""]
+        results = [run_tests(versions, backend, [SMOKE], []), ""]
         if backend in versions.core:
-            tests = tuple(left_out(known, versions, backend))
-            results[1] = run_tests(versions, backend, core, tests)
+            results[1] = run_tests(versions, backend, core, options)
         cells = [versions.name, versions.python, keras]
         cells += [f"{backend} {version(versions, backend)}", *results]
         row = f"| {' | '.join(cells)} |"
@@ -165,25 +162,30 @@ def rows(versions: Set, core: tuple[str, ...], known: list[Any]) -> Iterator[str
         yield row
 
 
-def write(new: dict[str, list[str]], order: list[str]) -> None:
+def write(
+    new: dict[str, list[str]], order: list[str], left_out: list[dict[str, Any]]
+) -> None:
     """Puts the rows of these sets into CONTRIBUTING's table."""
     text = CONTRIBUTING.read_text()
     found = TABLE.search(text)
     if found is None:
         sys.exit("CONTRIBUTING.md has no <!-- measured: versions --> to write into.")
     all_rows: dict[str, list[str]] = {}
-    for row in found[2].strip().splitlines()[2:]:
+    for row in found[2].strip().partition("\n\n")[0].splitlines()[2:]:
         all_rows.setdefault(row.split("|")[1].strip(), []).append(row)
     all_rows |= new
     lines = [HEADER, *(row for name in order for row in all_rows.get(name, []))]
-    table = "\n\n".join([found[1], "\n".join(lines), found[3]])
+    reasons = ["Left out of the core tests:", ""]
+    for each in left_out:
+        what = each.get("tests") or each["warning"]
+        reasons.append(f"- {', '.join(each['sets'])}: `{what}`. {each['reason']}.")
+    table = "\n\n".join([found[1], "\n".join(lines), "\n".join(reasons), found[3]])
     CONTRIBUTING.write_text(text[: found.start()] + table + text[found.end() :])
 
 
 def main(asked: list[str]) -> int:
     described = tomllib.loads((HERE / "sets.toml").read_text())
-    core = tuple(described.pop("core_files"))
-    known = described.pop("left_out", [])
+    core, left_out = described.pop("core_files"), described.pop("left_out")
     sets = {name: Set(name, **values) for name, values in described.items()}
     if unknown := sorted({*asked} - {*sets}):
         sys.exit(f"No such set: {', '.join(unknown)}. There are: {', '.join(sets)}.")
@@ -195,8 +197,9 @@ def main(asked: list[str]) -> int:
             print(f"{name} is left out: there is no Python {sets[name].python} here.")
             continue
         install(sets[name], python)
-        results[name] = list(rows(sets[name], core, known))
-        write(results, list(sets))
+        options = without(left_out, sets[name])
+        results[name] = list(rows(sets[name], core, options))
+        write(results, list(sets), left_out)
     return int(any("**" in row for each in results.values() for row in each))
 
 
