@@ -34,6 +34,10 @@ HEADER = (
 BACKENDS = ("jax", "tensorflow", "torch")
 # What the tests import, beside the package and its backends.
 TOOLS = ("pytest", "hypothesis", "matplotlib", "rich", "scikit-learn")
+# In place of those in tests/conftest.py: XLA aborts on a flag that it does not know.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 SMOKE = "tests/versions/smoke.py"
 
 
@@ -45,7 +49,6 @@ class Set(NamedTuple):
     packages: list[str]
     core: list[str]
     keras: str | None = None
-    xla_flags: str | None = None
 
     @property
     def backends(self) -> list[str]:
@@ -88,7 +91,7 @@ def install(versions: Set, python: str) -> None:
     stamp = folder / "made-for"
     pinned = all("==" in package for package in versions.packages)
     day = "" if pinned else f"{datetime.date.today()}"
-    wanted = f"{versions} {TOOLS} {day}"
+    wanted = f"{python} {versions.packages} {versions.keras} {TOOLS} {day}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -120,9 +123,11 @@ def run_tests(
     versions: Set, backend: str, files: Sequence[str], options: Sequence[str]
 ) -> str:
     """What came of these test files, in words; failures are printed as well."""
-    environment = environ | {"KERAS_BACKEND": backend, "PYTHONPATH": str(REPOSITORY)}
-    if versions.xla_flags is not None:
-        environment["XLA_FLAGS"] = versions.xla_flags
+    environment = environ | {
+        "KERAS_BACKEND": backend,
+        "PYTHONPATH": str(REPOSITORY),
+        "XLA_FLAGS": XLA_FLAGS,
+    }
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         done = subprocess.run(
