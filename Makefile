@@ -72,21 +72,21 @@ test-notebooks: $(TEST)
 test-versions:
 	$(PYTHON) tests/versions/run.py $(SETS)
 
-# On a quiet machine. benchmarks/ is what comes of these three.
+# On a quiet machine. These three write the results in benchmarks/ and render its README.
 bench: $(BENCH)
-	$(BIN)/keras-mp bench --backend $(BENCH_BACKENDS) --out benchmarks/cost.json
-	$(BIN)/keras-mp bench --suite seams --backend $(BENCH_BACKENDS) \
+	$(BIN)/python -m benchmarks --backend $(BENCH_BACKENDS) --out benchmarks/cost.json
+	$(BIN)/python -m benchmarks --suite seams --backend $(BENCH_BACKENDS) \
 	  --out benchmarks/seams.json
-	$(BIN)/python -m keras_mp.benchmarks.readme
+	$(BIN)/python -m benchmarks.readme
 
 # With an NVIDIA GPU it needs JAX and torch with CUDA: see benchmarks/README.md.
 bench-train: $(BENCH)
-	$(BIN)/keras-mp bench --suite train --out benchmarks/train.json
-	$(BIN)/python -m keras_mp.benchmarks.readme
+	$(BIN)/python -m benchmarks --suite train --out benchmarks/train.json
+	$(BIN)/python -m benchmarks.readme
 
 bench-quality: $(BENCH)
-	$(BIN)/keras-mp bench --suite quality --out benchmarks/quality.json
-	$(BIN)/python -m keras_mp.benchmarks.readme
+	$(BIN)/python -m benchmarks --suite quality --out benchmarks/quality.json
+	$(BIN)/python -m benchmarks.readme
 
 # The programs are compiled for an H100 and read, not run: no GPU is needed.
 gpu-gates: $(GPU_GATES)
@@ -108,7 +108,7 @@ sweep-models: $(SWEEP_MODELS)
 check: $(CHECK)
 	$(BIN)/ruff format $(if $(CI),--check) .
 	$(BIN)/ruff check .
-	$(BIN)/mypy keras_mp keras_mp_cli.py
+	$(BIN)/mypy keras_mp keras_mp_cli benchmarks sweeps
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) .venv-versions build dist *.egg-info

@@ -1,5 +1,9 @@
-"""What loss scaling and the policies cost and gain, measured: `keras-mp bench`.
+"""What loss scaling and the policies cost and gain: `python -m benchmarks`.
 
-The only part beside `backend` that imports frameworks: it times their own ways of doing
-it. `benchmarks/` of the repository holds what came of it.
+Each suite is a folder, `cost`, `seams`, `train` or `quality`, and starts in its
+`suite.py`. The code imports the frameworks, because it times their own ways to do the
+same. It is not in the wheel.
 """
+
+SUITES = ("cost", "seams", "train", "quality")
+BACKENDS = ("jax", "tensorflow", "torch")

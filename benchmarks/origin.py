@@ -1,4 +1,4 @@
-"""Where a number was measured: device, versions, commit, day."""
+"""Where and when a number was measured: device, versions, commit, day."""
 
 import datetime
 import importlib.metadata
@@ -10,15 +10,14 @@ from typing import Any
 
 import keras
 
-import keras_mp
 from keras_mp.backends import engine
 
 
 def origin(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """What every record says of where it comes from.
+    """The entries of every record about where and when it was measured.
 
     Args:
-        packages: distributions whose versions matter, beside Keras and its backend.
+        packages: distributions whose versions matter beside Keras and its backend.
     """
     names = ["keras", keras.backend.backend(), *packages]
     versions = {"python": platform.python_version()}
@@ -36,7 +35,7 @@ def origin(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def device() -> str:
-    """The first accelerator's name, or else the processor's."""
+    """The name of the first accelerator, or of the processor."""
     accelerators = [d.name for d in engine.list_devices() if d.kind != "cpu"]
     return accelerators[0] if accelerators else _processor()
 
@@ -53,8 +52,8 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """Of the checkout that keras_mp lies in, "+" for changes; None without one."""
-    folder = pathlib.Path(keras_mp.__file__).parents[1]
+    """The commit of this checkout, with "+" for changes; None without git."""
+    folder = pathlib.Path(__file__).parents[1]
     if not (folder / ".git").exists():
         return None
     try:
@@ -67,7 +66,7 @@ def commit() -> str | None:
             ).stdout.strip()
             for arguments in (
                 ["rev-parse", "--short=12", "HEAD"],
-                # What a run writes itself is no change of what it measures.
+                # The results that a run writes do not change what it measures.
                 ["status", "--porcelain", "--", "*.py"],
             )
         ]

@@ -1,8 +1,8 @@
-"""Timing in pairs: how many times as long as the base does each of the others take?
+"""Timing in pairs: the time of each of the others over the time of the base.
 
 A pair is a stretch of steps of the base and one of another, right after each other, in
-random order: what else goes on in the machine hits both. The device is waited for at
-the end of a stretch, and at no step within.
+random order: so a disturbance of the machine hits both. We wait for the device at the
+end of a stretch, and at no step within.
 """
 
 import random
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 STRETCH = 0.03
-"""Seconds that a stretch of the base takes at least, if a step is shorter."""
+"""The least seconds of a stretch of the base, if a step is shorter."""
 MIN_PAIRS, MAX_PAIRS = 7, 200
 CONTROL = "control"
 OFF = 0.03
@@ -20,7 +20,7 @@ OFF = 0.03
 
 
 class Quartiles(NamedTuple):
-    """The median of so many numbers and the quartiles round it."""
+    """The median of some numbers, the quartiles below and above it, and how many."""
 
     median: float
     lower: float
@@ -29,12 +29,12 @@ class Quartiles(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What came of the pairs of one that was held against the base.
+    """The times of one of the others and of the base, from their pairs.
 
     Attributes:
-        ratio: of the times of a pair, the other's over the base's.
-        seconds: that a step of the other takes.
-        base_seconds: that a step of the base takes.
+        ratio: the other's time over the base's, pair by pair.
+        seconds: for a step of the other.
+        base_seconds: for a step of the base.
     """
 
     ratio: Quartiles
@@ -43,7 +43,7 @@ class Timing(NamedTuple):
 
 
 def quartiles(numbers: Sequence[float]) -> Quartiles:
-    """Of one number, that number is all three."""
+    """The quartiles of some numbers; one number is its own median and quartiles."""
     if len(numbers) == 1:
         return Quartiles(numbers[0], numbers[0], numbers[0], 1)
     lower, median, upper = statistics.quantiles(numbers, method="inclusive")
@@ -61,17 +61,17 @@ def time_in_pairs(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
     seed: int = 0,
-    tell: Callable[[float], object] = lambda part: None,
+    progress: Callable[[float], object] = lambda part: None,
 ) -> dict[str, Timing]:
     """Times a base against others, each in as many pairs as its share of time allows.
 
     Args:
-        base: takes so many steps, and waits for the last of them. Warmed up.
-        others: the same, by name; a second copy of the base among them is the control.
-        seconds: how long to measure. What is slow takes longer: `MIN_PAIRS` pairs each.
-        clock: tells the time, in seconds.
+        base: takes a number of steps and waits for the last one. Already warm.
+        others: name -> the same; a second copy of the base among them is the control.
+        seconds: how long to measure; slow ones take longer, for `MIN_PAIRS` pairs each.
+        clock: returns the time, in seconds.
         seed: of the random order.
-        tell: is told how much of it is done, from 0 to 1.
+        progress: takes the share that is done, from 0 to 1.
     """
     order = random.Random(seed)
 
@@ -97,7 +97,7 @@ def time_in_pairs(
             times = {which: timed(run, steps) for which, run in both}
             pairs[name].append((times[0], times[1]))
             spent[name] += clock() - start
-            tell(min(1.0, sum(spent.values()) / seconds) if seconds else 1.0)
+            progress(min(1.0, sum(spent.values()) / seconds) if seconds else 1.0)
         waiting = [
             name
             for name in waiting

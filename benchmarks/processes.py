@@ -1,7 +1,7 @@
-"""Each measurement in a process of its own, whose memory and caches go with it.
+"""Each measurement has a process of its own, whose memory and caches end with it.
 
-Keras reads KERAS_BACKEND once, when it is imported; and what frameworks keep of one
-measurement must not be there in the next.
+Keras reads KERAS_BACKEND once, when it is imported; and what a framework keeps of one
+measurement must not change the next.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 
 from benchmarks.results import Record
 
-_ROOT = pathlib.Path(__file__).parents[2]
-# Where processes can be pinned they can also be stopped, and go on.
+_ROOT = pathlib.Path(__file__).parents[1]
+# Where the system can pin a process it can also stop one and let it go on.
 CAN_PIN = hasattr(os, "sched_setaffinity")
-# By where in the heap the buffers of a step lie, glibc hands them back at its end, and
-# their pages are mapped anew in the next: a quarter of a step of `fit`, or nothing, of
-# two that are alike. Where time is measured it keeps what it has.
+# Depending on where the buffers of a step lie in the heap, glibc may give them back at
+# its end and map their pages anew in the next. For two equal programs that made a
+# quarter of a step of `fit`, or nothing. So where we time, glibc keeps its memory.
 _KEEPING_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # The largest that it takes.
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the largest that it takes
     "MALLOC_TOP_PAD_": str(2**26),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
 }
-# Before the frameworks are imported, which count the cores that they may use.
+# Pinned before it imports the frameworks, which count the cores that they may use.
 _PROGRAM = """
 import json, os, sys
 job = json.loads(sys.argv[1])
@@ -46,15 +46,15 @@ class Job(NamedTuple):
     """What one process measures.
 
     Attributes:
-        suite: the name of the suite, and of its module.
+        suite: the name of the suite.
         about: what tells its records from others; "backend" is among it.
         options: the other arguments of the suite's `measure`.
-        limit: after so many seconds it is ended.
-        ahead: whether to start it while the one before is under way, so that imports,
-            and what else comes before `ready`, take less time.
-        pinned: whether to one core, while nothing else of ours runs; where the system
-            knows that.
-        environment: variables of it.
+        limit: after so many seconds the process ends.
+        ahead: whether it starts while the one before runs: then imports, and all else
+            before `ready`, are done when its turn comes.
+        pinned: whether it has one core, while nothing else of ours runs, on systems
+            that can do that.
+        environment: variables for the process.
     """
 
     suite: str
@@ -67,33 +67,37 @@ class Job(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What the progress bar says."""
+        """The text beside the progress bar."""
         return " ".join(str(x) for x in self.about.values())
 
 
 class Process:
-    """A job under way.
+    """A job that runs.
 
     Args:
-        job: what it measures. It is started at once, and waits when it is ready until
-            its records are asked for: meanwhile something else can be measured.
-        core: on which it runs, if it is pinned, counted round those that there are.
+        job: what it measures. It starts at once; when it is ready, it waits for
+            `records`, so that another one can be measured first.
+        core: the core for a pinned process, modulo the number of cores.
     """
 
     def __init__(self, job: Job, core: int = 0) -> None:
         self.job = job
         self._errors = tempfile.TemporaryFile(mode="w+")
         self._late = False
-        told = {"suite": job.suite, "about": job.about, "options": job.options}
+        message = {
+            "suite": job.suite,
+            "about": job.about,
+            "options": job.options,
+            "core": core if job.pinned and CAN_PIN else None,
+        }
         path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM,
-             json.dumps({**told, "core": core if job.pinned and CAN_PIN else None})],
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(message)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            # A group of its own, to stop what it has started too.
+            # A group of its own: stopping it stops what it has started, too.
             process_group=0 if CAN_PIN else None,
             env={
                 **os.environ,
@@ -103,25 +107,25 @@ class Process:
                 "KERAS_BACKEND": job.about["backend"],
                 "PYTHONPATH": os.pathsep.join(path),
             },
-        )  # fmt: skip
+        )
 
     def records(
         self,
         limit: float,
         add: Callable[[Record], object],
-        tell: Callable[[float], object],
+        progress: Callable[[float], object],
         following: "Process | None" = None,
     ) -> str:
-        """Lets it go when it is ready, and waits for its end.
+        """Lets it measure when it is ready, and waits for its end.
 
         Args:
-            limit: after so many seconds it is ended.
-            add: is given each record as it comes.
-            tell: is told how much is done, from 0 to 1.
-            following: stands still from when it is ready to its end, if it is pinned.
+            limit: after so many seconds it ends.
+            add: takes each record as soon as it is there.
+            progress: takes the share that is done, from 0 to 1.
+            following: a process that stops while this one measures, if this is pinned.
 
         Returns:
-            What went wrong, in a line; or nothing.
+            One line about what went wrong; empty if nothing did.
         """
         timer = threading.Timer(limit, self._end_late)
         timer.start()
@@ -132,11 +136,11 @@ class Process:
                 if kind == "ready":
                     if following and self.job.pinned:
                         following.stop()
-                    self._let_go()
+                    self._continue()
                 elif kind == "record":
                     add({**self.job.about, **json.loads(rest)})
                 elif kind == "part":
-                    tell(float(rest))
+                    progress(float(rest))
             code = self._process.wait()
         finally:
             timer.cancel()
@@ -145,10 +149,10 @@ class Process:
                 following.go_on()
         if self._late:
             return f"took longer than {limit:.0f} s"
-        return "" if code == 0 else f"{self._last_words()} (exit status {code})"
+        return "" if code == 0 else f"{self._last_error()} (exit status {code})"
 
     def end(self) -> None:
-        """Ends it, if it has not ended."""
+        """Ends it, if it still runs."""
         if self._process.poll() is None:
             if CAN_PIN:
                 self._signal(signal.SIGKILL)
@@ -157,12 +161,12 @@ class Process:
             self._process.wait()
 
     def stop(self) -> None:
-        """Has it stand still, where the system knows that."""
+        """Stops it until `go_on`, where the system can."""
         if CAN_PIN:
             self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Takes `stop` back."""
+        """Undoes `stop`."""
         if CAN_PIN:
             self._signal(signal.SIGCONT)
 
@@ -171,19 +175,19 @@ class Process:
             with contextlib.suppress(ProcessLookupError):  # It has just ended.
                 os.killpg(self._process.pid, number)
 
-    def _let_go(self) -> None:
+    def _continue(self) -> None:
         assert self._process.stdin
         try:
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
         except OSError:
-            pass  # It has ended already, and says later why.
+            pass  # It has ended already; its exit status says so.
 
     def _end_late(self) -> None:
         self._late = True
         self.end()
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors if line.strip()]
-        return lines[-1][:300] if lines else "ended without a word"
+        return lines[-1][:300] if lines else "ended without an error message"

@@ -1,29 +1,30 @@
-"""`python -m benchmarks.readme`: what was measured, into the READMEs.
+"""`python -m benchmarks.readme`: writes the tables of the results into the READMEs.
 
-Between the markers `<!-- measured: SUITE -->` and `<!-- end of SUITE -->` stand the
-tables that `benchmarks/SUITE.json` renders to, "not measured" where there is none.
+The tables of `benchmarks/SUITE.json` stand between `<!-- measured: SUITE -->` and
+`<!-- end of SUITE -->`, with "not measured" where there is no result.
 """
 
 import pathlib
 from collections.abc import Sequence
 
-from benchmarks.command import SUITES, suite_named
-from benchmarks.cost_tables import details
+from benchmarks import SUITES
+from benchmarks.cost.tables import details
 from benchmarks.results import Record, read
+from benchmarks.suites import suite_named
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 READMES = (FOLDER / "README.md", ROOT / "README.md")
 
 
 def main() -> None:
-    """Renders every table again."""
+    """Renders all tables anew."""
     for path in READMES:
         path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def rendered(text: str, folder: pathlib.Path = FOLDER) -> str:
-    """A README with the tables between its markers made again.
+    """A README with new tables between its markers.
 
     Args:
         text: the README.
@@ -54,7 +55,7 @@ def _section(suite: str, folder: pathlib.Path) -> str:
 
 
 def _origins(records: Sequence[Record]) -> list[str]:
-    """One line for each device, with all versions and commits that were measured."""
+    """One line for each device, with all its versions, commits and days."""
     lines = []
     for device in dict.fromkeys(r["device"] for r in records if "device" in r):
         mine = [r for r in records if r.get("device") == device]

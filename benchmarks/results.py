@@ -1,4 +1,4 @@
-"""The JSON that a suite writes: a list of records, kept as they come."""
+"""The JSON file of a suite: a list of records, each written as soon as it is there."""
 
 import json
 import os
@@ -10,21 +10,25 @@ Record = dict[str, Any]
 
 
 class Results:
-    """Records in a file, which is whole after each of them, wherever it is cut off.
+    """The records of a suite in a file that is complete after each of them.
 
     Args:
-        path: of the file; one that is there is gone on with.
-        suite: whose records they are.
+        path: of the file; if it exists, its records stay.
+        suite: the name of the suite.
         identity: the keys that tell one record from another.
 
     Raises:
-        ValueError: if the file holds something else.
+        ValueError: if the file holds something else, or there is no such folder.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], suite: str, identity: Sequence[str]
     ) -> None:
         self.path = pathlib.Path(path)
+        if not self.path.parent.is_dir():
+            raise ValueError(
+                f"`out` must be a file in a folder that exists. Received: {path}"
+            )
         self.suite = suite
         self.identity = tuple(identity)
         self.records: list[Record] = []
@@ -32,16 +36,16 @@ class Results:
             self.records = read(self.path, suite)
 
     def key(self, record: Record) -> tuple:
-        """What tells it from the others; None where it has no such entry."""
+        """The values that tell a record from the others; None for a missing one."""
         return tuple(record.get(name) for name in self.identity)
 
     def find(self, like: Record) -> Record | None:
-        """The record with the same identity, if there is one."""
+        """The record with the same identity, or None."""
         keys = (record for record in self.records if self.key(record) == self.key(like))
         return next(keys, None)
 
     def add(self, record: Record) -> None:
-        """Puts a record in the place of the one that it renews, or at the end."""
+        """Replaces the record with the same identity, or appends this one."""
         old = self.find(record)
         if old is None:
             self.records.append(record)
@@ -49,7 +53,7 @@ class Results:
             self.records[self.records.index(old)] = record
         lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records)
         text = f'{{"suite": "{self.suite}", "records": [\n{lines}\n]}}\n'
-        # Never half a file: the new one takes the old one's place at once.
+        # One move replaces the whole file: a reader never sees half of it.
         unfinished = self.path.with_name(self.path.name + ".unfinished")
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, self.path)
@@ -59,7 +63,7 @@ def read(path: str | os.PathLike[str], suite: str) -> list[Record]:
     """The records in a file; none if there is no file.
 
     Raises:
-        ValueError: if it does not hold those of this suite.
+        ValueError: if it holds something else than records of this suite.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -72,5 +76,5 @@ def read(path: str | os.PathLike[str], suite: str) -> list[Record]:
         pass
     raise ValueError(
         f"`out` must be a new file, or one of the suite {suite!r}. Received: "
-        f"out={str(path)!r}, which is another."
+        f"out={str(path)!r}, which holds something else."
     )

@@ -1,6 +1,5 @@
-"""The other end of `processes.py`: measures, and says on stdout what has come of it."""
+"""The other end of `processes.py`: measures, and writes its records to stdout."""
 
-import importlib
 import json
 import math
 import sys
@@ -8,43 +7,45 @@ import time
 import warnings
 from typing import Any
 
-TOLD_EVERY = 0.2  # seconds
+INTERVAL = 0.2  # seconds between two messages about the progress
 
 
 def main(job: dict[str, Any]) -> None:
-    """Measures what a job says.
+    """Measures a job.
 
     Args:
-        job: the suite, what tells the records from others, and more arguments of the
-            suite's `measure`.
+        job: the "suite", and under "about" and "options" the arguments of its
+            `measure`.
     """
-    out, sys.stdout = sys.stdout, sys.stderr  # The rest may print what it likes.
+    out, sys.stdout = sys.stdout, sys.stderr  # Others may print, too.
     warnings.simplefilter("ignore")
-    suite = importlib.import_module(f"benchmarks.{job['suite']}")
+    # Here, not above: it imports a framework, which may print as well.
+    from benchmarks.suites import suite_named
+
+    measure = suite_named(job["suite"]).measure
     last = 0.0
 
-    def say(kind: str, what: Any) -> None:
-        print(kind, json.dumps(what), file=out, flush=True)
+    def send(kind: str, value: Any) -> None:
+        print(kind, json.dumps(value), file=out, flush=True)
 
-    def tell(part: float) -> None:
+    def progress(part: float) -> None:
         nonlocal last
-        if time.monotonic() > last + TOLD_EVERY:
+        if time.monotonic() > last + INTERVAL:
             last = time.monotonic()
-            say("part", part)
+            send("part", part)
 
     def ready() -> None:
-        say("ready", None)
+        send("ready", None)
         if not sys.stdin.readline():
-            raise SystemExit("nobody is there any more to ask for records")
+            raise SystemExit("the process that asked for records has ended")
 
-    for record in suite.measure(
-        **job["about"], **job["options"], tell=tell, ready=ready
-    ):
-        say("record", rounded(record))
+    arguments = {**job["about"], **job["options"]}
+    for record in measure(**arguments, progress=progress, ready=ready):
+        send("record", rounded(record))
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with six digits, more than was measured; None for nan and infinity."""
+    """Numbers with six digits, which is enough; None for nan and infinity."""
     if isinstance(value, dict):
         return {name: rounded(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

@@ -2,6 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from keras_mp_cli.missing import needed, needed_backend
+
+# Before anything else, so that one sentence says what to install. Keras imports its
+# backend, and rich, which draws the tables here too.
+with needed("keras_mp", "rich"), needed_backend():
+    import keras  # noqa: F401
+    import rich  # noqa: F401
+
 from keras_mp import callbacks
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
@@ -13,9 +21,9 @@ from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, Policy
 from keras_mp.policies.rules import keep_float32
 
 if TYPE_CHECKING:
-    from keras_mp.diagnostics.comparison.trainings import compare
+    from keras_mp.diagnostics.comparison.comparison import compare
     from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
-    from keras_mp.diagnostics.float32_search.float32_layers import find_float32_layers
+    from keras_mp.diagnostics.float32_search.search import find_float32_layers
     from keras_mp.diagnostics.inspection.inspection import inspect
 
 __version__ = "0.1.0"
@@ -41,9 +49,9 @@ __all__ = [
 
 # Half of all modules: imported when they are asked for, a training rarely does.
 _DIAGNOSTICS = {
-    "compare": "comparison.trainings",
+    "compare": "comparison.comparison",
     "diagnose": "diagnosis.diagnosis",
-    "find_float32_layers": "float32_search.float32_layers",
+    "find_float32_layers": "float32_search.search",
     "inspect": "inspection.inspection",
 }
 

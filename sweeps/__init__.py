@@ -1,1 +1,1 @@
-"""Measurements too slow for the tests; results in README.md."""
+"""Measurements that are too slow for the tests; README.md has the results."""

@@ -1,7 +1,7 @@
-"""A layer called once, with gradients, on the backend that runs: eagerly or compiled.
+"""Calls a layer once, with gradients, eagerly or compiled, on the current backend.
 
-The loss is the sum in float32 of the outputs, each element times a fixed random number,
-and of the layer's own losses: so the gradients are those of all that it returns.
+The loss is the float32 sum of the layer's own losses and of its outputs, each element
+times a fixed random number: so all that it returns has a gradient.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from keras import tree
 
 BACKEND = keras.backend.backend()
 
-# How a layer is run: TensorFlow compiles with and without XLA.
+# The ways to run a layer: TensorFlow compiles with and without XLA.
 MODES = {
     "jax": ("eager", "jit"),
     "tensorflow": ("eager", "graph", "xla"),
@@ -27,15 +27,15 @@ def called(
     """Outputs and gradients of a built layer, by name, as NumPy arrays.
 
     Args:
-        layer: a built layer. Its state is what it was when this returns.
-        args: what it is called with: NumPy arrays, or structures of them.
-        options: keyword arguments of the call.
+        layer: a built layer; afterwards its state is the same as before.
+        args: its positional arguments: NumPy arrays, or structures of them.
+        options: its keyword arguments.
         mode: one of MODES.
-        gradient: whether to differentiate: by float inputs and trainable weights.
+        gradient: whether to differentiate by float inputs and trainable weights.
     """
     # Copied: on torch, and on CPUs, NumPy's arrays are the variables' own memory.
     before = [(v, np.array(keras.ops.convert_to_numpy(v))) for v in layer.variables]
-    # Text stays in NumPy: only TensorFlow has tensors of it.
+    # Text stays in NumPy: only TensorFlow has text tensors.
     args = tree.map_structure(
         lambda x: keras.ops.convert_to_tensor(x) if _is_integer(x) else x, args
     )
@@ -97,7 +97,7 @@ def _loss(outputs: list) -> Any:
         if x is not None and keras.backend.is_float_dtype(
             keras.backend.standardize_dtype(x.dtype)
         ):
-            # Not the inputs' seeds: a gradient along the input is 0 for many layers.
+            # Not the inputs' seeds: many layers have no gradient along their input.
             weights = np.random.default_rng(1000 + i).standard_normal(x.shape)
             weights = _unfolded(keras.ops.convert_to_tensor(weights, "float32"))
             total = total + keras.ops.sum(keras.ops.cast(x, "float32") * weights)
@@ -105,7 +105,7 @@ def _loss(outputs: list) -> Any:
 
 
 def _unfolded(constant: Any) -> Any:
-    """Keeps XLA from computing with it while it compiles: slowly, and otherwise."""
+    """Keeps XLA from folding the constant, which is slow and rounds differently."""
     if BACKEND != "jax":
         return constant
     import jax

@@ -1,9 +1,8 @@
-"""Every layer class of Keras with inputs to measure it on, the hard ones included.
+"""Every layer class of Keras with the inputs to measure it on, hard ones included.
 
-A case is a layer and what it is called with. Names are the class, then what is special
-about the case. Inputs whose last bits matter to the layer (tokens, ids) can be held
-exactly in both half dtypes, so that what is measured is the layer; raw data
-(`Normalization`) is what it would be.
+A case is a layer and the arguments of its call. Its name is the class, then what is
+special. Inputs whose last bits matter to the layer (tokens, ids) are exact in both half
+dtypes, so that only the layer rounds; raw data (`Normalization`) is realistic.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ NO_LANCZOS = ("jax", "tensorflow")  # Keras has no Lanczos resizing on torch.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer and what it is called with.
+    """One layer and the arguments of its call.
 
     Attributes:
         name: the class, and what is special after a comma.
@@ -29,9 +28,9 @@ class Case:
         inputs: () -> the arguments of the call: arrays, or lists of arrays.
         options: () -> keyword arguments of the call: masks, `training`.
         gradient: whether the layer has gradients worth comparing.
-        draws: how many independent random numbers the layer draws, 0 if none. They
-            depend on the dtype that they are drawn in: only means are compared.
-        finite_only: why no more than finite results can be asked for, if so.
+        random_draws: how many independent random numbers the layer draws, 0 if none.
+            They depend on the dtype in which they are drawn: only means are compared.
+        finite_only: if the results can only be asked to be finite, the reason.
         adapt: () -> the data that `adapt` sees, for layers that have it.
         backends: where the layer exists.
     """
@@ -41,7 +40,7 @@ class Case:
     inputs: Callable[[], list]
     options: Callable[[], Mapping[str, Any]] = dict
     gradient: bool = True
-    draws: int = 0
+    random_draws: int = 0
     finite_only: str = ""
     adapt: Callable[[], Any] | None = None
     backends: tuple[str, ...] = ALL
@@ -754,7 +753,7 @@ def _regularization():
             lambda cls=cls: getattr(layers, cls)(0.3, seed=1),
             x,
             training,
-            draws=64 * 8,
+            random_draws=64 * 8,
         )
     for rank, shape in (
         ("1D", (64, 4, 8)),
@@ -766,7 +765,7 @@ def _regularization():
             lambda rank=rank: getattr(layers, f"SpatialDropout{rank}")(0.3, seed=1),
             lambda shape=shape: [normal(*shape, shift=2)],
             training,
-            draws=64 * 8,
+            random_draws=64 * 8,
         )
 
 
@@ -1004,7 +1003,7 @@ def _pictures():
             x,
             training,
             gradient=cls in ("CenterCrop", "Resizing"),
-            draws=4 if random else 0,
+            random_draws=4 if random else 0,
         )
     for method in ("nearest", "bicubic", "lanczos5", "area"):
         yield Case(

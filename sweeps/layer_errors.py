@@ -1,4 +1,4 @@
-"""What half precision does to one layer, next to the same layer in float32.
+"""The errors of one layer in half precision, against the same layer in float32.
 
 The tolerance of a result is 6 sqrt(n) (u m + s), m being the largest magnitude of the
 float32 result: u is the dtype's unit roundoff, s its smallest number, and n = 8 the
@@ -32,15 +32,15 @@ STATUSES = ("ok", "error", "not finite", "raises")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one run.
+    """The result of one run.
 
     Attributes:
         status: "ok", "error" (beyond tolerance), "not finite" (where float32 is) or
             "raises".
         output: the largest error of an output, relative to its largest magnitude in
-            float32; None where there is none.
-        gradient: the same of the gradients.
-        where: the output or the gradient that is worst, unless the status is "ok".
+            float32; None without an output.
+        gradient: the same for the gradients.
+        where: the worst output or gradient, unless the status is "ok".
         message: the exception, or how much is not finite.
     """
 
@@ -89,18 +89,18 @@ def _has_text(args: Any) -> bool:
 
 
 def outcome(case: Case, dtype: str, layer: Any, expected: Any, mode: str) -> Outcome:
-    """Runs a layer, and compares it with what it gives in float32.
+    """Runs a layer, and compares the result with that in float32.
 
     Args:
-        case: what the layer is called with.
-        dtype: the half dtype, which the tolerance is for.
-        layer: the layer under a half policy, built.
-        expected: what `run` gave for it in float32.
+        case: the arguments of the layer.
+        dtype: the half dtype, for the tolerance.
+        layer: the built layer under a half policy.
+        expected: what `run` returned for it in float32.
         mode: one of `gradients.MODES`.
     """
     try:
         actual = run(case, layer, mode)
-    except Exception as error:  # Whatever it is, the table says so.
+    except Exception as error:  # The table shows it, of whatever kind.
         return Outcome("raises", message=first_line(error))
     return compared(case, dtype, expected, actual)
 
@@ -110,7 +110,7 @@ def run(case: Case, layer: Any, mode: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The type and the first line that says something of an exception."""
+    """The type of an exception, and the first line that says something."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line for line in lines if not line.startswith("Exception encountered")]
@@ -152,10 +152,10 @@ def _difference(
     expected, actual = expected[defined], actual[defined]
     size = float(np.abs(expected).max(initial=0.0))
     limit = tolerance(dtype, size)
-    if case.draws:
-        # Other numbers are drawn in another dtype: the means are to agree, within six
-        # standard errors of the difference of two.
-        limit += LAMBDA * float(np.std(expected)) * math.sqrt(2 / case.draws)
+    if case.random_draws:
+        # Another dtype draws other numbers: the means must agree, within six standard
+        # errors of their difference.
+        limit += LAMBDA * float(np.std(expected)) * math.sqrt(2 / case.random_draws)
         expected, actual = np.mean(expected), np.mean(actual)
     error = float(np.abs(actual - expected).max(initial=0.0))
     fine = error <= limit or bool(case.finite_only)

@@ -1,4 +1,4 @@
-"""One training step of a model that is one layer and a Dense head, by Keras' `fit`."""
+"""Trains a model of one layer and a Dense head with Keras' `fit`."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from keras import tree
 from sweeps.layer_cases import CASES, Case
 from sweeps.layer_errors import Outcome, first_line
 
-# One case of each class will do, the plain one, which comes first.
+# One case of each class is enough: the plain one, which comes first.
 _PLAIN = {case.cls: case.name for case in reversed(CASES)}
 
 
 def fits(case: Case) -> bool:
-    """Is the case fitted? Text stays outside of models."""
+    """Does `fit` train this case? Text stays outside of models."""
     chosen = case.name == _PLAIN[case.cls] or "regularizer" in case.name
     flat = tree.flatten([case.inputs(), dict(case.options())])
     return chosen and all(
@@ -23,7 +23,7 @@ def fits(case: Case) -> bool:
 
 
 def fit(case: Case, policy: Any) -> Outcome:
-    """What becomes of two steps of `fit`; the status is never "error"."""
+    """The result of two steps of `fit`; its status is never "error"."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(0)
@@ -34,7 +34,7 @@ def fit(case: Case, policy: Any) -> Outcome:
         batch = len(x[0])
         y = np.zeros((batch, 1), "float32")
         history = model.fit(x, y, batch, epochs=2, verbose=0, shuffle=False)
-    except Exception as error:  # Whatever it is, the table says so.
+    except Exception as error:  # The table shows it, of whatever kind.
         return Outcome("raises", message=first_line(error))
     finally:
         keras.config.set_dtype_policy(before)

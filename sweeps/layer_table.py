@@ -12,21 +12,21 @@ DTYPES = ("float16", "bfloat16")
 WORST = ("ok", "error", "not finite", "raises")
 
 INTRODUCTION = """\
-Every layer class that Keras {keras} exports, on inputs that it would meet and on hard
-ones: large, all zero, many, masked. Under Keras' own `mixed_float16` and
-`mixed_bfloat16`, and after the arrow under `keras_mp.MixedFloat16()` and
-`MixedBFloat16()` where that differs, each next to a float32 twin with the same weights.
-Measured on CPUs ({versions}).
+Every layer class that Keras {keras} exports, on usual inputs and on hard ones: large,
+all zero, many, masked. Each runs under Keras' own `mixed_float16` and `mixed_bfloat16`,
+and, after the arrow where that differs, under `keras_mp.MixedFloat16()` and
+`MixedBFloat16()`, against a float32 layer with the same weights. Measured on CPUs
+({versions}).
 
-A number is the largest error of an output or a gradient, over all ways in which it was
-run ({ways}; `fit` is two steps of it), relative to the largest magnitude of that output
+A number is the largest error of an output or a gradient, over all ways to run the layer
+({ways}; `fit` is two steps of it), relative to the largest magnitude of that output
 or gradient in float32. In **bold**: **raises**, **not finite** where float32 is,
-**an error** that rounding does not explain: of results of magnitude m more than
+**an error** that rounding does not explain: for results of magnitude m, more than
 6 sqrt(8) (u m + s), where u is 2^-11 for float16 and 2^-8 for bfloat16 and s the
-smallest number that the dtype has ([`layer_errors.py`](layer_errors.py) has the
-reason). If only some ways of running it are wrong, they follow in brackets.
-[`layer_cases.py`](layer_cases.py) has the inputs, [`layers.json`](layers.json) each way
-of running each case, and what is raised.
+smallest number of the dtype ([`layer_errors.py`](layer_errors.py) has the reason). If
+only some ways are wrong, they follow in brackets.
+[`layer_cases.py`](layer_cases.py) has the inputs, [`layers.json`](layers.json) every
+way to run every case, and the exceptions.
 `make sweep-layers` measures anew.
 """
 
@@ -76,12 +76,12 @@ def _wrong(cases: dict[str, Any], dtype: str, who: str) -> str:
 def _cell(case: Any, dtype: str) -> str:
     if case is None:
         return ""
-    stock, ours = (_said(case[dtype][who]) for who in ("stock", "ours"))
+    stock, ours = (_text(case[dtype][who]) for who in ("stock", "ours"))
     return stock if stock == ours else f"{stock} → {ours}"
 
 
-def _said(modes: dict[str, Any]) -> str:
-    """The worst of all modes, in a few words."""
+def _text(modes: dict[str, Any]) -> str:
+    """The worst of all modes, as the text of a cell."""
     status = max((o["status"] for o in modes.values()), key=WORST.index, default="ok")
     errors = [
         error
@@ -94,12 +94,12 @@ def _said(modes: dict[str, Any]) -> str:
     if status == "ok":
         return worst
     hit = sorted(mode for mode, o in modes.items() if o["status"] == status)
-    word = f"**{worst if status == 'error' and errors else status}**"
-    return word if len(hit) == len(modes) else f"{word} ({', '.join(hit)})"
+    text = f"**{worst if status == 'error' and errors else status}**"
+    return text if len(hit) == len(modes) else f"{text} ({', '.join(hit)})"
 
 
 def _ways(results: dict[str, Any]) -> list[str]:
-    """How the layers were run: eager, jit, graph, xla, fit."""
+    """The ways in which the layers ran: eager, jit, graph, xla, fit."""
     outcomes = (
         policies["stock"]
         for by_dtype in results["cases"].values()

@@ -1,8 +1,8 @@
 """`python -m sweeps.layers`: every layer in half precision, under stock Keras and ours.
 
-Each case (`layer_cases`) runs in float32 and then under Keras' own mixed policies and
-keras_mp's: forward and gradients eagerly and compiled, and two steps of `fit`. Results
-go to layers.json, one section a backend, and from there into README.md.
+Each case (`layer_cases`) runs in float32, then under the mixed policies of Keras and of
+keras_mp: forward and backward, eagerly and compiled, and two steps of `fit`. The
+results go to layers.json, and from there into README.md.
 """
 
 import argparse
@@ -46,14 +46,14 @@ def main() -> None:
 
 
 def sweep(arguments: Any) -> None:
-    """Measures the backend that runs, and stores each case as it is done."""
+    """Measures on the current backend, and stores each case as soon as it is done."""
     import keras
 
     import keras_mp
     from sweeps.gradients import MODES
     from sweeps.layer_cases import cases
 
-    # Of ours, that a scale has come down; and what Keras says of hard inputs.
+    # Ours about a lower loss scale, and Keras' about hard inputs.
     warnings.simplefilter("ignore")
     backend = keras.backend.backend()
     ours = {"float16": keras_mp.MixedFloat16(), "bfloat16": keras_mp.MixedBFloat16()}
@@ -78,7 +78,7 @@ def _measured(case: Any, ours: dict[str, Any], modes: Any) -> dict[str, Any]:
     for mode in set(MODES) & set(modes):
         try:
             expected[mode] = run(case, twin, mode)
-        except Exception:  # As text under XLA: then there is nothing to compare.
+        except Exception:  # Like text under XLA: then there is nothing to compare.
             continue
     fitted = "fit" in modes and fits(case) and fit(case, "float32").status == "ok"
     results: dict[str, Any] = {}
@@ -104,14 +104,14 @@ def _by_mode(
 
     try:
         layer = built(case, policy, twin)
-    except Exception as error:  # Already in its first call.
+    except Exception as error:  # Its first call fails already.
         failed = Outcome("raises", message=first_line(error))
         return dict.fromkeys(expected, failed)
     return {m: outcome(case, dtype, layer, x, m) for m, x in expected.items()}
 
 
 def _plain(outcome: Any) -> dict[str, Any]:
-    """What there is to say of an outcome, errors with two digits."""
+    """The entries of an outcome that have a value, errors with two digits."""
     return {
         key: float(f"{value:.2g}") if isinstance(value, float) else value
         for key, value in dataclasses.asdict(outcome).items()
@@ -122,7 +122,23 @@ def _plain(outcome: Any) -> dict[str, Any]:
 def _store(path: pathlib.Path, news: dict[str, Any]) -> None:
     everything = json.loads(path.read_text()) if path.exists() else {}
     _update(everything, news)
-    path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+    path.write_text(as_text(everything))
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """The results as JSON, one case a line."""
+    backends = []
+    for backend, measured in sorted(results.items()):
+        cases = ",\n".join(
+            f"   {json.dumps(name)}: {json.dumps(case, sort_keys=True)}"
+            for name, case in sorted(measured.get("cases", {}).items())
+        )
+        versions = json.dumps(measured.get("versions", {}), sort_keys=True)
+        backends.append(
+            f' "{backend}": {{\n  "cases": {{\n{cases}\n  }},\n'
+            f'  "versions": {versions}\n }}'
+        )
+    return "{\n" + ",\n".join(backends) + "\n}\n"
 
 
 def _update(old: dict[str, Any], new: dict[str, Any]) -> None:

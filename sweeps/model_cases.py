@@ -13,11 +13,11 @@ CLASSES = 5
 VOCABULARY = 20
 TOKENS = 6
 
-# At 32, the least for most, the last feature maps are 1 by 1: batch normalisation of so
-# few values has gradients that ruin float32 training as well. Three ask for more.
+# At 32, the smallest for most, the last feature maps are 1 by 1: with so few values the
+# gradients of batch normalisation ruin float32 training as well. Three need more.
 SIDE = 64
 SMALLEST = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
-# Of 2 images their last feature maps have 8 values, whose statistics make predictions
+# With 2 images their last feature maps have 8 values, whose statistics make predictions
 # of 1e5 in float32.
 EIGHT = ("EfficientNet", "Inception", "ResNet")
 
@@ -25,10 +25,11 @@ EIGHT = ("EfficientNet", "Inception", "ResNet")
 class Case(NamedTuple):
     """One model of the sweep.
 
-    name: where it comes from and its class, "applications/VGG16".
-    build: dtype -> model; the dtype is for all layers, None for the global policy.
-    loss: what its outputs are: "probabilities", "logits", "values", or "boxes".
-    batch: how many examples it is trained on.
+    Attributes:
+        name: its package and class: "applications/VGG16".
+        build: dtype -> model; the dtype is for all layers, None for the global policy.
+        loss: the kind of its outputs: "probabilities", "logits", "values" or "boxes".
+        batch: how many examples it trains on.
     """
 
     name: str
@@ -73,14 +74,14 @@ def _application(name: str, dtype: Any) -> Any:
     model = getattr(keras.applications, name)(
         weights=None, input_shape=(side, side, 3), classes=CLASSES
     )
-    # keras.applications has no `dtype=`: what a user can do is to clone the layers.
+    # keras.applications has no `dtype=`: users clone the layers.
     return model if dtype is None else _cloned(model, dtype)
 
 
 def _cloned(model: Any, dtype: Any) -> Any:
     def clone(layer: Any) -> Any:
         config = layer.get_config()
-        # Operations, `ops.add` in ConvNeXt, stand in a graph like layers.
+        # Operations, like `ops.add` in ConvNeXt, stand in a graph as layers do.
         is_layer = isinstance(layer, keras.layers.Layer)
         if is_layer and not isinstance(layer, keras.layers.InputLayer):
             config["dtype"] = dtype
@@ -444,13 +445,15 @@ def _input(tensor: Any, batch: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def training(model: Any, x: Any, loss: str) -> tuple[dict[str, Any], Any]:
-    """Returns what `compile` is to know of the loss, and the targets for inputs `x`."""
+    """The arguments of `compile` about the loss, and the targets for inputs `x`."""
     if loss == "boxes":
         # In a detector's `compile` the loss is a part of it.
-        boxes = x.shape[1] * np.float32([[0, 0, 0.5, 0.5], [0.25, 0.25, 0.75, 0.75]])
+        boxes = x.shape[1] * np.array(
+            [[0, 0, 0.5, 0.5], [0.25, 0.25, 0.75, 0.75]], "float32"
+        )
         return {}, {
             "boxes": np.tile(boxes, (len(x), 1, 1)),
-            "labels": np.tile(np.int32([1, 3]), (len(x), 1)),
+            "labels": np.tile(np.array([1, 3], "int32"), (len(x), 1)),
         }
     symbolic = keras.tree.map_structure(
         lambda a: keras.KerasTensor(a.shape, str(a.dtype)), x

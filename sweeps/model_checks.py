@@ -1,4 +1,4 @@
-"""What one model goes through in the sweep, and which check it fails first."""
+"""The checks that each model of the sweep goes through, up to the first that fails."""
 
 import contextlib
 import gc
@@ -12,10 +12,11 @@ import keras
 import numpy as np
 
 import keras_mp
+from keras_mp.keras_seams.private import layers_in
 from sweeps.model_cases import Case, inputs, training
 
-# At the first scale, 2**15, the gradients of some models overflow. The scale is halved
-# at each skipped step; 15 of them bring it down to 1.
+# At the first scale, 2**15, the gradients of some models overflow. Each skipped step
+# halves the scale; after 15 of them it is 1.
 STEPS = 16
 
 
@@ -24,7 +25,7 @@ class Failure(Exception):
 
 
 class Result(NamedTuple):
-    """What came out: "ok" or the first failed check; and the steps skipped before."""
+    """The outcome ("ok", or the first failed check) and how many steps it skipped."""
 
     outcome: str
     skipped: int
@@ -38,7 +39,7 @@ class Run:
         policy: the name of a policy.
         how: "global", "dtype" or "convert"; in plain Keras "keras", by the global
             policy, or "keras dtype".
-        skipped: steps that the model is known to skip, and that need not be seen again.
+        skipped: how many steps the model is known to skip: they are left out.
     """
 
     def __init__(self, case: Case, policy: str, how: str, skipped: int = 0) -> None:
@@ -71,7 +72,7 @@ class Run:
             x = inputs(model, self.case.batch)
             loss, targets = training(model, x, self.case.loss)
             model.compile(
-                # Untrained, with a hundred layers, they have gradients of thousands.
+                # Untrained models of a hundred layers have gradients in the thousands.
                 optimizer=keras.optimizers.SGD(1e-3, clipnorm=1.0),
                 jit_compile=keras.backend.backend() == "jax",
                 run_eagerly=self._eagerly(),
@@ -127,14 +128,14 @@ class Run:
         return model
 
     def _eagerly(self) -> bool:
-        # TensorFlow takes longer to trace the graph of a large model than for all else:
-        # one of the three ways does so, and plain Keras like it.
+        # TensorFlow takes most of the time to trace the graph of a large model: one of
+        # the three ways does so, and plain Keras in the same way.
         ways = ("global", "keras")
         return keras.backend.backend() == "tensorflow" and self.how not in ways
 
     def _computes_in_half(self, model: Any) -> None:
         dtype = self.policy.removeprefix("mixed_")
-        half = [x for x in model._flatten_layers() if x.compute_dtype == dtype]
+        half = [x for x in layers_in(model) if x.compute_dtype == dtype]
         # The shell of a Functional model computes nothing.
         if not any(layer.weights and not _is_model(layer) for layer in half):
             raise ValueError(f"no layer with weights computes in {dtype}")
@@ -157,7 +158,7 @@ class Run:
             scale = model.optimizer.dynamic_scale
             scale.assign(scale * 0.5**self.skipped)
         for _ in range(STEPS - self.skipped):
-            # Not `model.fit`: that of KerasHub's SAM says that it does not train yet.
+            # Not `model.fit`: KerasHub's SAM overrides it to say that it cannot train.
             history = keras.Model.fit(
                 model, x, y, batch_size=self.case.batch, verbose=0
             )
@@ -185,7 +186,7 @@ def _check(name: str) -> Iterator[None]:
         yield
     except Failure:
         raise
-    except Exception as error:  # Of whatever kind: it is what the sweep is for.
+    except Exception as error:  # The sweep looks for errors of every kind.
         message = " ".join(str(error).split())
         raise Failure(f"{name}: {type(error).__name__}: {message}") from error
 
@@ -213,17 +214,17 @@ def _same(before: list[np.ndarray], after: list[np.ndarray]) -> None:
 
 
 def _prints(variables: Any) -> list[int]:
-    """Checksums: copies of the largest models would take gigabytes."""
+    """Checksums of variables: copies of the largest models would take gigabytes."""
     arrays = (keras.ops.convert_to_numpy(v) for v in variables)
-    return [zlib.crc32(np.ascontiguousarray(a)) for a in arrays]
+    return [zlib.crc32(np.ascontiguousarray(a).data) for a in arrays]
 
 
 def _take_statistics_from_the_batch(model: Any) -> None:
-    """Untrained statistics let deep residual networks overflow at inference.
+    """Sets a momentum of 0, so that one step trains the statistics.
 
-    In float32 too. With a momentum of 0 one step is enough to have trained ones.
+    With untrained ones deep residual networks overflow at inference, in float32, too.
     """
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.momentum = 0.0
 

@@ -1,8 +1,8 @@
 """The sweep over whole models: `python -m sweeps.models`, or `make sweep-models`.
 
 Every model of `model_cases.py`, made mixed in each way, goes through the checks of
-`model_checks.py`. Rows are kept in a scratch file as they are made, so that a sweep
-that was cut off goes on where it stopped.
+`model_checks.py`. A scratch file takes each row at once, so that a sweep that was cut
+off goes on where it stopped.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HOW = ("global", "dtype", "convert", "keras", "keras dtype")
 REPOSITORY = pathlib.Path(__file__).parent.parent
 SCRATCH = REPOSITORY / "build" / "sweep-models.jsonl"
 
-# What one process says when it ends with work left, having grown too large.
+# The exit status of a process that has grown too large, with work left.
 AGAIN = 75
 LARGE = 4 * 2**20  # in KiB, as getrusage counts
 LONGEST = 900  # seconds for one row
@@ -85,7 +85,7 @@ def _in_processes(backend: str) -> None:
         environment = os.environ | {
             "KERAS_BACKEND": backend,
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            # Most of the time goes into compiling: less well, and the same only once.
+            # Compiling takes most of the time: optimize less, and compile only once.
             "XLA_FLAGS": flags,
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -159,7 +159,7 @@ def _rows(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]
 def _skipped(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> int:
     """How many steps the same model skipped under the global policy, if it trained.
 
-    The other ways start at the scale that it came to: skipping takes its time.
+    The other ways start at the scale that it ended with, because skipping takes time.
     """
     other = done.get(key({**row, "how": "global"}), row)
     ours = row["how"] in ("dtype", "convert")
@@ -167,7 +167,7 @@ def _skipped(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> int:
 
 
 def _wanted(row: dict[str, Any], done: dict[tuple, dict[str, Any]]) -> bool:
-    """Plain Keras is asked only where we have failed."""
+    """Plain Keras runs only where we have failed."""
     asked = models_report.PLAIN.values()
     ways = [way for way, plain in models_report.PLAIN.items() if plain == row["how"]]
     ours = [done.get(key({**row, "how": way})) for way in ways]

@@ -12,9 +12,9 @@ from sweeps.report import write_section
 
 RESULTS = pathlib.Path(__file__).with_name("models.json")
 PACKAGES = ("keras", "keras-hub", "jax", "tensorflow", "numpy")
-# Our ways, each with the one of plain Keras that it is held against.
+# Our ways, each with that of plain Keras to compare it with.
 PLAIN = {"global": "keras", "dtype": "keras dtype", "convert": "keras"}
-# What fails here and not in plain Keras, by model and way, and why it is left so.
+# What fails here and not in plain Keras, by model and way, and why it stays so.
 LEFT = {
     ("hub/EfficientNetImageClassifier", "dtype"): (
         "KerasHub gives `dtype=` to no layer of this backbone, but to the head alone, "
@@ -36,29 +36,29 @@ COLOUR = re.compile(r"\x1b\[\d*m")  # Keras prints names in bold.
 
 TEXT = """\
 Every architecture of `keras.applications` with random weights, and backbones and tasks
-of KerasHub from small configurations, each made mixed in three ways: under the global
-policy, by `dtype=` on its layers, by `convert`. A cell is `ok` if in all three the
-model went through all of this:
+of KerasHub from small configurations, each made mixed in three ways: by the global
+policy, by `dtype=` on its layers, by `convert`. A cell is `ok` if the model passes all
+of this in all three ways:
 
 - it is built; some layer with weights computes in half precision; the loss is scaled if
   that is float16, and only then; outputs that are floats are float32;
 - `fit` takes a step with a finite loss, after which all weights are finite and some
-  have changed; how many were skipped before it, at larger scales, is in the JSON;
-- predictions are finite and float32; saved and opened under the float32 policy, it
-  predicts the same to the bit;
-- `convert` there and back leaves the float32 predictions as they were, to the bit.
+  have changed; the JSON has the number of steps skipped before it, at larger scales;
+- predictions are finite and float32; saved and opened under the float32 policy, the
+  model predicts the same to the bit;
+- `convert` there and back keeps the float32 predictions, to the bit.
 
-`make sweep-models` makes it anew, on CPUs: JAX compiles, at XLA's lowest level of
+`make sweep-models` measures anew, on CPUs: JAX compiles, at XLA's lowest level of
 optimization; TensorFlow trains in a graph for the global policy, and does all else
-eagerly. Images are 64 by 64 or the least that the architecture takes, batches of 2 (of
-8 for EfficientNet, Inception and ResNet), and BatchNormalization has a momentum of 0,
-so that one step leaves statistics that are trained. `keras.applications` has no
-`dtype=`: its layers are cloned with it.
+eagerly. Images are 64 by 64 or the smallest that the architecture takes, a batch has 2
+(8 for EfficientNet, Inception and ResNet), and BatchNormalization has a momentum of 0,
+so that one step trains its statistics. `keras.applications` has no `dtype=`: its layers
+are cloned with it.
 """
 
 
 class Failure(NamedTuple):
-    """A kind of failure: what came of it in plain Keras, why it is left if it is."""
+    """A kind of failure, the outcome in plain Keras, and why it stays if it does."""
 
     outcome: str
     plain: str
@@ -102,7 +102,7 @@ def _section(versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
         "\n".join(f"| {' | '.join(line)} |" for line in table),
     ]
     if failures:
-        parts.append("What failed, and what plain Keras makes of it:")
+        parts.append("What failed, and what plain Keras does there:")
         parts.append(
             "\n".join(
                 f"{numbers[failure]}. `{failure.outcome}`. Plain Keras: "
@@ -147,6 +147,6 @@ def _failure(row: dict[str, Any], rows: list[dict[str, Any]]) -> Failure:
 
 
 def _kind(outcome: str) -> str:
-    """A failure without what differs from model to model; the JSON has it whole."""
+    """A failure without what differs from model to model; the JSON has all of it."""
     outcome = re.sub(r" by up to \S+", "", outcome)
     return re.sub(r"\bb?float16\b", "half precision", outcome)

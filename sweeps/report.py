@@ -1,4 +1,4 @@
-"""README.md of the sweeps: one section for each."""
+"""Writes README.md, a section for each sweep."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ def write_section(title: str, text: str) -> None:
     """Replaces the section `title` of README.md, or adds it at the end.
 
     Args:
-        title: what stands behind `## `.
+        title: the text after `## `.
         text: the rest of the section, in Markdown, without headings of that level.
     """
     present = README.read_text() if README.exists() else "# Sweeps\n"

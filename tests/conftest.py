@@ -17,6 +17,7 @@ import browser as chromium  # noqa: E402
 import hypothesis  # noqa: E402
 import keras  # noqa: E402
 import pytest  # noqa: E402
+import workplace  # noqa: E402
 
 import keras_mp  # noqa: E402
 
@@ -57,6 +58,12 @@ def browser():
     """Chromium, for the tests that look at a page."""
     with chromium.opened() as opened:
         yield opened
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A folder for the command line, with a stand-in for Keras."""
+    return workplace.Workplace(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
-"""`keras-mp bench`: what it compares, how it times, what it writes. No timed test."""
+"""`python -m benchmarks`: what it compares, how it times, what it writes; untimed."""
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -14,30 +15,34 @@ import pytest
 from backends import BACKEND
 
 from benchmarks import (
-    command,
-    cost,
-    cost_tables,
+    BACKENDS,
+    SUITES,
     models,
     processes,
-    quality,
-    quality_tables,
     readme,
     results,
-    same_steps,
-    seams,
-    train,
-    train_tables,
+    run,
+    suites,
     worker,
 )
-from benchmarks.cases import CASES, case_named
+from benchmarks import __main__ as command
+from benchmarks.cost import agreement
+from benchmarks.cost import suite as cost
+from benchmarks.cost import tables as cost_tables
+from benchmarks.cost.cases import CASES, case_named
+from benchmarks.cost.peers import PEERS, steps_on
 from benchmarks.pairs import CONTROL, MIN_PAIRS, is_conclusive, quartiles, time_in_pairs
-from benchmarks.peaks import peak
-from benchmarks.peers import PEERS
 from benchmarks.processes import Job
+from benchmarks.quality import suite as quality
+from benchmarks.quality import tables as quality_tables
+from benchmarks.quality.confidence_interval import confidence_interval
 from benchmarks.results import Results
-from benchmarks.steps import engine
-from benchmarks.student import paired
-from benchmarks.train_cases import TRAIN_CASES, _operations_of_convolutions
+from benchmarks.seams import suite as seams
+from benchmarks.suites import Suite
+from benchmarks.train import suite as train
+from benchmarks.train import tables as train_tables
+from benchmarks.train.cases import TRAIN_CASES, _operations_of_convolutions
+from benchmarks.train.device import peak
 
 once = pytest.mark.once
 PEERS_HERE = [p.name for p in PEERS if BACKEND in p.backends and p.installed]
@@ -92,7 +97,9 @@ def test_every_peer_that_is_here_agrees_in_every_case(case):
 
 
 def small(name, group):
-    return getattr(engine(BACKEND), group)[name](case_named(SMALL).problem(True), True)
+    return getattr(steps_on(BACKEND), group)[name](
+        case_named(SMALL).problem(True), True
+    )
 
 
 class Wrong:
@@ -101,10 +108,10 @@ class Wrong:
     def __init__(self, way):
         self.step, self.way = small("keras_mp", "scaled"), way
 
-    def run(self, steps, poisoned=False):
+    def run(self, steps, nonfinite=False):
         if self.way == "takes one too many":
             steps += 1
-        self.step.run(steps, poisoned and self.way != "does not skip")
+        self.step.run(steps, nonfinite and self.way != "does not skip")
 
     def weights(self):
         weights = self.step.weights()
@@ -116,22 +123,22 @@ class Wrong:
         return [m * scale for m in moments]
 
 
-def test_a_step_that_goes_wrong_is_told():
-    reference = same_steps.Reference(small("keras", "unscaled"))
-    for way, complaint in {
+def test_a_step_that_goes_wrong_is_found():
+    reference = agreement.Reference(small("keras", "unscaled"))
+    for way, difference in {
         "": "",
         "takes one too many": "after 3 steps the weights are off",
         "does not skip": "is not skipped",
         "starts elsewhere": "other weights",
         "does not unscale": "the first moments are off",
     }.items():
-        told = reference.check(Wrong(way)).complaint
-        assert complaint in told and bool(told) == bool(complaint), way
+        found = reference.check(Wrong(way)).difference
+        assert difference in found and bool(found) == bool(difference), way
 
 
 def test_who_does_not_agree_is_not_timed(monkeypatch):
     monkeypatch.setitem(
-        engine(BACKEND).scaled, "keras", lambda problem, jit: Wrong("does not skip")
+        steps_on(BACKEND).scaled, "keras", lambda problem, jit: Wrong("does not skip")
     )
     found = next(cost.measure(SMALL, BACKEND, ["keras"], 0.0, smallest=True))
     assert set(found["peers"]["keras"]) == {"disagrees"}
@@ -282,27 +289,19 @@ def test_another_file_is_not_overwritten(tmp_path, text):
         Results(path, "cost", ("case",))
 
 
-class Stub:
-    """A suite of three cases; the second fails after its first record."""
-
-    NAME, NAMES, ON, IDENTITY = "stub", ("a", "b", "c"), ("jax",), ("case", "backend")
-
-    @staticmethod
-    def jobs(cases, backends, peers, seconds):
-        return [
-            Job("stub", {"case": case, "backend": backend}, {}, limit=60.0)
-            for backend in backends
-            for case in cases
-        ]
-
-    @staticmethod
-    def tables(records, whole=False):
-        return []
+# Of its three cases the second fails after its first record.
+STUB = Suite(
+    "stub",
+    [{"case": case, "backend": BACKEND} for case in "abc"],
+    measure=lambda **arguments: iter(()),
+    tables=lambda records, whole=False: [],
+    limit=60.0,
+)
 
 
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
-    """Runs `bench` on it, with a worker of a few lines."""
+    """Runs STUB, or a variant of it, with a worker of a few lines."""
     program = """
 import json, sys
 job = json.loads(sys.argv[1])
@@ -315,14 +314,14 @@ if case == "b":
     raise SystemExit("no more memory")
 """
     monkeypatch.setattr(processes, "_PROGRAM", program)
-    monkeypatch.setattr(command, "suite_named", lambda name: Stub)
-    monkeypatch.setattr(Stub, "ON", (BACKEND,))
 
-    def run(**options):
-        command.bench("stub", out=str(tmp_path / "stub.json"), verbose=0, **options)
+    def run_stub(suite=STUB, **options):
+        monkeypatch.setattr(run, "suite_named", lambda name: suite)
+        out = str(tmp_path / "stub.json")
+        run.measure(run.plan("stub", out=out, **options), verbose=0)
         return results.read(tmp_path / "stub.json", "stub")
 
-    return run
+    return run_stub
 
 
 @once
@@ -335,19 +334,19 @@ def test_what_was_measured_before_a_failure_stays_beside_it(stub):
 
 
 @once
-def test_a_case_that_takes_long_is_measured_when_it_is_named(stub, monkeypatch):
-    monkeypatch.setattr(Stub, "WHEN_NAMED", ("b",), raising=False)
-    assert [r["case"] for r in stub()] == ["a", "c"]
-    assert [r["case"] for r in stub(cases=["b"])] == ["a", "c", "b"]
+def test_a_case_that_takes_long_is_measured_when_it_is_named(stub):
+    suite = dataclasses.replace(STUB, slow=("b",))
+    assert [r["case"] for r in stub(suite)] == ["a", "c"]
+    assert [r["case"] for r in stub(suite, cases=["b"])] == ["a", "c", "b"]
 
 
 @once
 def test_resume_leaves_out_what_is_there_and_has_not_failed(stub, monkeypatch):
     stub(cases=["a", "b"])
     begun = []
-    real = command.Process
+    real = run.Process
     monkeypatch.setattr(
-        command,
+        run,
         "Process",
         lambda job, core: begun.append(job.about["case"]) or real(job, core),
     )
@@ -356,9 +355,8 @@ def test_resume_leaves_out_what_is_there_and_has_not_failed(stub, monkeypatch):
 
 
 @once
-def test_what_is_left_when_the_time_is_over_is_not_measured(stub, monkeypatch):
-    monkeypatch.setattr(Stub, "BUDGET", 1.0, raising=False)
-    assert stub() == []
+def test_what_is_left_when_the_time_is_over_is_not_measured(stub):
+    assert stub(dataclasses.replace(STUB, budget=1.0)) == []
 
 
 @once
@@ -369,7 +367,7 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     assert failure == "took longer than 0 s"
 
 
-TELLS_OF_ITS_HEAP = """
+WRITES_ITS_HEAP = """
 import json, os, sys
 print("ready null", flush=True)
 sys.stdin.readline()
@@ -384,7 +382,7 @@ def test_what_is_timed_keeps_its_memory(monkeypatch, pinned):
     settings = processes._KEEPING_MEMORY
     for name in [name for name in os.environ if "MALLOC_" in name]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(processes, "_PROGRAM", TELLS_OF_ITS_HEAP)
+    monkeypatch.setattr(processes, "_PROGRAM", WRITES_ITS_HEAP)
     process = processes.Process(Job("x", {"backend": "jax"}, {}, 60.0, pinned=pinned))
     found = []
     assert not process.records(60, found.append, print)
@@ -443,18 +441,18 @@ print("record", json.dumps({"written": os.path.getsize(path) - before}), flush=T
 
 
 @once
-def test_a_worker_tells_records_in_json_whatever_else_is_printed(capsys, monkeypatch):
-    class Suite:
+def test_a_worker_writes_records_as_json_whatever_else_is_printed(capsys, monkeypatch):
+    class Fake:
         @staticmethod
-        def measure(case, backend, tell, ready):
+        def measure(case, backend, progress, ready):
             print("a framework says hello")
             ready()
-            tell(0.5)
+            progress(0.5)
             yield {"x": float("nan"), "y": 1 / 3}
 
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    monkeypatch.setattr(worker.importlib, "import_module", lambda name: Suite)
+    monkeypatch.setattr(suites, "suite_named", lambda name: Fake)
     job = {"suite": "s", "about": {"case": "a", "backend": "b"}, "options": {}}
     worker.main(job)
     out = capsys.readouterr().out
@@ -472,7 +470,7 @@ def test_readme_has_what_the_json_renders_to(path):
 
 
 @once
-@pytest.mark.parametrize("suite", command.SUITES)
+@pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_that_was_not_measured_says_so(suite, tmp_path):
     text = f"before\n<!-- measured: {suite} -->\n<!-- end of {suite} -->\nafter"
     rendered = readme.rendered(text, tmp_path)
@@ -484,7 +482,7 @@ def test_a_suite_that_was_not_measured_says_so(suite, tmp_path):
 @once
 def test_numbers_go_from_the_json_into_readme(tmp_path):
     path = tmp_path / "cost.json"
-    Results(path, "cost", cost.IDENTITY).add(
+    Results(path, "cost", cost.SUITE.identity).add(
         a_cost(flax={"missing": "pip install flax"})
     )
     text = "<!-- measured: cost -->\n<!-- end of cost -->"
@@ -512,10 +510,10 @@ def test_tables_fit_a_terminal():
         "share_of_peak": 0.45,
     }
     trained = [
-        {"on": "gpu", "case": c.name, "backend": "jax", "precision": p, **told}
+        {"on": "gpu", "case": c.name, "backend": "jax", "precision": p, **entries}
         for c in TRAIN_CASES
         for p in train_tables.PRECISIONS
-        for told in (
+        for entries in (
             {"what": "speed", **speed},
             {"what": "fits", "largest_batch": 16384},
         )
@@ -526,8 +524,8 @@ def test_tables_fit_a_terminal():
             assert max(len(line) for line in text.splitlines()) <= 80
             assert "…" not in text
     text = train_tables.tables(trained)[0].text()
-    for told in ("12346", "1.00", "12.3 GB", "45%", "16384"):
-        assert told in text
+    for number in ("12346", "1.00", "12.3 GB", "45%", "16384"):
+        assert number in text
 
 
 # The other suites ---------------------------------------------------------------------
@@ -549,7 +547,7 @@ def test_a_training_configuration_is_measured(monkeypatch):
 def test_too_large_a_batch_is_halved_until_it_fits(monkeypatch):
     tried = []
 
-    def speed_at(setting, batch, tell):
+    def speed_at(setting, batch, progress):
         tried.append(batch)
         if batch > 16:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to")
@@ -584,7 +582,7 @@ def test_the_largest_batch_that_fits_is_searched_for(monkeypatch, capacity):
 
 
 @once
-def test_a_machine_whose_framework_sees_no_gpu_is_told():
+def test_a_framework_that_sees_no_gpu_is_an_error():
     with pytest.raises(RuntimeError, match="jax sees no GPU: install its build with"):
         next(train.measure("gpu", "mlp", "jax", "float32", "speed"))
 
@@ -644,13 +642,13 @@ def test_a_seed_gives_every_policy_the_same_weights():
 
 
 @once
-def test_the_interval_is_students():
-    interval = paired([1.0, 2.0, 3.0, 4.0, 5.0], [1.1, 2.3, 3.2, 4.2, 5.2])
+def test_the_confidence_interval_is_students():
+    interval = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0], [1.1, 2.3, 3.2, 4.2, 5.2])
     assert interval.mean == pytest.approx(0.2)
     assert interval.half_width == pytest.approx(2.776 * 0.0707107 / 5**0.5, rel=1e-4)
     assert interval.holds(0.2) and not interval.holds(0)
-    assert paired([1.0, 2.0], [1.0, None]) is None
-    assert paired([1.0], [2.0]) is None
+    assert confidence_interval([1.0, 2.0], [1.0, None]) is None
+    assert confidence_interval([1.0], [2.0]) is None
 
 
 @once
@@ -680,30 +678,42 @@ def test_tracing_and_compiling_is_measured():
 
 @once
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"suite": "speed"}, "`suite` must be one of cost, seams, train, quality"),
         ({"cases": ["wide", "narrow"]}, "`case` must be one of wide, variables-200"),
         ({"backends": ["numpy"]}, "`backend` must be one of jax, tensorflow, torch"),
         ({"peers": ["apex"]}, "`peer` must be one of keras_mp, keras, optax"),
         ({"peers": []}, "`peer` must name at least one"),
+        (
+            {"suite": "seams", "peers": ["keras"]},
+            "`peer` must be left out of the suite",
+        ),
         ({"suite": "train", "backends": ["tensorflow"]}, "must be one of jax, torch"),
         (
             {"cases": ["cnn"], "backends": ["torch"]},
-            "`case` must be measured on `backend`",
+            "`case` must be one that runs on `backend`",
         ),
     ],
 )
-def test_what_there_is_not_is_told_with_what_there_is(options, told, tmp_path):
-    with pytest.raises(ValueError, match=told):
-        command.bench(out=str(tmp_path / "out.json"), verbose=0, **options)
+def test_an_unknown_name_is_an_error_with_the_known_names(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run.plan(out=str(tmp_path / "out.json"), **options)
+
+
+@once
+@pytest.mark.parametrize("asked", [None, ["numpy"], ["numpy", BACKEND]])
+def test_the_command_imports_keras_on_a_backend_that_is_here(asked, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    command._set_backend(asked)
+    assert os.environ["KERAS_BACKEND"] in BACKENDS
 
 
 @once
 def test_the_command_measures_a_case_and_writes_it(tmp_path):
     out = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, "-m", "keras_mp_cli", "bench", "--suite", "seams",
+        [sys.executable, "-m", "benchmarks", "--suite", "seams",
          "--case", "layer-call", "--backend", "jax", "--seconds", "1",
          "--out", str(out)],
         capture_output=True,
@@ -716,7 +726,7 @@ def test_the_command_measures_a_case_and_writes_it(tmp_path):
     [record] = results.read(out, "seams")
     assert record["case"] == "layer-call" and record["ratios"]
     wrong = subprocess.run(
-        [sys.executable, "-m", "keras_mp_cli", "bench", "--case", "narrow"],
+        [sys.executable, "-m", "benchmarks", "--case", "narrow"],
         capture_output=True,
         text=True,
         cwd=readme.ROOT,

@@ -68,7 +68,7 @@ def test_every_logger_reads_it_in_whatever_order_they_stand(first, tmp_path, cap
 @pytest.mark.parametrize(
     "compile", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]
 )
-def test_skips_are_told_at_the_step_in_which_they_happen(compile):
+def test_skips_are_reported_at_the_step_in_which_they_happen(compile):
     x = X.copy()
     x[9] = 2.0**120  # In the second batch; activations in float16 are infinite.
     if BACKEND == "torch" and "steps_per_execution" in compile:
@@ -104,7 +104,7 @@ UNDERFLOWING = [(X * 1e-5, 1.0, 0.75, np.float32(0.8)), (X, SCALE, 0.0, 0.05)]
 
 @pytest.mark.parametrize(("x", "scale", "lowest", "highest"), UNDERFLOWING)
 @pytest.mark.parametrize("compile", [{}, {"run_eagerly": True}])
-def test_the_share_of_underflowing_gradients_is_told_on_request(
+def test_the_share_of_underflowing_gradients_is_reported_on_request(
     x, scale, lowest, highest, compile
 ):
     # Of 40 in the float16 layer 32 are by its kernel, and tiny if the inputs are.
@@ -138,7 +138,7 @@ def test_an_optimizer_that_does_not_scale_adds_nothing(policy):
     assert set(history) == {"loss"}
 
 
-def test_a_model_that_has_trained_before_tells_from_then_on():
+def test_a_model_that_has_trained_before_reports_from_then_on():
     model = model_under()
     assert set(fit(model).history) == {"loss"}
     monitor = keras_mp.callbacks.LossScaleMonitor()
@@ -148,13 +148,13 @@ def test_a_model_that_has_trained_before_tells_from_then_on():
     assert model.train_function is function
 
 
-def test_a_scale_that_keeps_falling_is_told_once():
+def test_a_scale_that_keeps_falling_is_reported_once():
     # At this scale every step overflows: it falls from 2^60 at each of them.
     model = model_under(scale=2.0**60)
     monitor = keras_mp.callbacks.LossScaleMonitor()
-    with pytest.warns(UserWarning, match="has fallen 12 times") as told:
+    with pytest.warns(UserWarning, match="has fallen 12 times") as caught:
         fit(model, monitor, epochs=5)
-    assert len([w for w in told if "has fallen" in str(w.message)]) == 1
+    assert len([w for w in caught if "has fallen" in str(w.message)]) == 1
 
 
 def test_the_first_skip_after_a_quiet_time_names_the_variables(capsys):
@@ -170,7 +170,7 @@ def test_the_first_skip_after_a_quiet_time_names_the_variables(capsys):
     assert "head/kernel" in out
 
 
-def test_a_skip_that_is_no_surprise_is_not_told(capsys):
+def test_a_skip_that_is_no_surprise_is_not_reported(capsys):
     model = model_under(scale=2.0**24)
     fit(model, keras_mp.callbacks.LossScaleMonitor(quiet_steps=50), epochs=4)
     assert "quiet" not in capsys.readouterr().out
@@ -185,7 +185,7 @@ def test_keras_calls_it_beside_the_training():
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="there Keras waits at every step")
-def test_no_step_of_the_training_waits_for_what_it_tells():
+def test_no_step_of_the_training_waits_for_what_it_reports():
     readers = []
 
     class Number:
@@ -201,12 +201,12 @@ def test_no_step_of_the_training_waits_for_what_it_tells():
     fit(model, monitor)
     function = model.train_function
 
-    def told(*args):
+    def noted(*args):
         logs, state = function(*args)
         # What stands still until the device has it.
         return {name: Number(value) for name, value in logs.items()}, state
 
-    model.train_function = told
+    model.train_function = noted
     here = []
     for batch_size in (8, 2):
         readers.clear()

@@ -66,7 +66,7 @@ def test_an_output_layer_is_half_until_the_model_is_compiled(mixed_float16):
 
 def test_a_model_that_predicted_before_compile_predicts_float32_after_it(mixed_float16):
     model = regression()
-    assert model.predict(X, verbose=0).dtype == "float16"
+    assert model.predict(X, verbose=0).dtype == "float32"
     assert compiled(model).predict(X, verbose=0).dtype == "float32"
 
 

@@ -1,6 +1,5 @@
 """The demo, run as a user runs it, and judged by what it shows."""
 
-import builtins
 import contextlib
 import io
 import re
@@ -10,6 +9,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from workplace import block
 
 from keras_mp.cli import demo as demo_module
 from keras_mp.cli.demo import POLICIES, demo
@@ -155,45 +155,16 @@ def test_the_picture_leaves_pyplot_alone():
 # --- what can be missing ------------------------------------------------------------
 
 
-@pytest.fixture
-def without(monkeypatch):
-    """A function that makes an installed package look as if it were not."""
-    real_import = builtins.__import__
-
-    def hide(package):
-        def guarded(name, *args, **kwargs):
-            if name.partition(".")[0] == package:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-            return real_import(name, *args, **kwargs)
-
-        monkeypatch.setattr(builtins, "__import__", guarded)
-
-    return hide
-
-
-def test_without_scikit_learn_one_line_names_the_remedy(without, capsys):
-    without("sklearn")
-    with pytest.raises(SystemExit) as stop:
-        demo(epochs=1)
-    assert stop.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == 'the demo needs scikit-learn: pip install "keras_mp[demo]"\n'
-
-
 def test_without_matplotlib_the_table_is_printed_with_a_hint(
-    without, monkeypatch, capsys, tmp_path
+    monkeypatch, capsys, tmp_path
 ):
-    import sys
-
     result = demo_module.Result("float32", 0.5, [1.0], [], [], 4, 4, 0.1)
     monkeypatch.setattr(demo_module, "train_all", lambda digits, epochs: [result] * 3)
-    for name in [n for n in sys.modules if n.startswith("keras_mp.display.plots")]:
-        monkeypatch.delitem(sys.modules, name)
-    without("matplotlib")
+    block(monkeypatch, "matplotlib")
     demo(epochs=1, out=str(tmp_path / "none.png"))
     out = capsys.readouterr().out
-    assert "50.0%" in out and 'pip install "keras_mp[plots]"' in out
+    hint = 'No picture. Drawing needs matplotlib: pip install "keras_mp[plots]"\n'
+    assert out.startswith(hint) and "50.0%" in out
     assert not (tmp_path / "none.png").exists()
 
 

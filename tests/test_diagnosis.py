@@ -250,6 +250,18 @@ def test_the_model_stays_as_it_was(policy):
     assert losses[0] == losses[1]
 
 
+def test_a_map_of_policies_that_layers_share_stays_as_it_was():
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_float16")
+    policies["dense"] = keras.DTypePolicy("mixed_bfloat16")
+    dense = layers.Dense(8, name="dense", dtype=policies)
+    model = keras.Sequential([keras.Input((8,)), dense])
+    model.compile("sgd", "mse", run_eagerly=True)
+    before = {path: policy.name for path, policy in policies.items()}
+    keras_mp.diagnose(model, X, Y)
+    assert dense.dtype_policy is policies
+    assert {path: policy.name for path, policy in policies.items()} == before
+
+
 def test_an_error_in_the_middle_leaves_it_so_too():
     model = small()
     model.fit(X, Y, verbose=0)
@@ -328,7 +340,7 @@ def test_a_frozen_model_has_outputs_alone():
     assert "gradient" not in kinds and "output" in kinds
 
 
-def test_a_shared_layer_is_told_for_each_of_its_calls():
+def test_a_shared_layer_is_reported_for_each_of_its_calls():
     inputs = keras.Input((8,))
     shared = layers.Dense(8, name="shared")
     model = keras.Model(inputs, shared(shared(inputs)))

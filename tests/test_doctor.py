@@ -7,7 +7,7 @@ import keras
 import pytest
 from backends import BACKEND
 
-from keras_mp.backends import devices
+from keras_mp.backends import devices, engine
 from keras_mp.diagnostics import doctor
 
 
@@ -23,7 +23,7 @@ def here(monkeypatch, *found):
             raise found[0]
         return list(found)
 
-    monkeypatch.setitem(devices._PROBES, BACKEND, probe)
+    monkeypatch.setattr(engine, "list_devices", probe)
 
 
 def driver(monkeypatch, tmp_path, text):
@@ -61,7 +61,7 @@ def test_a_gpu_is_named_with_its_driver_and_capability(monkeypatch, tmp_path):
     assert "auto: mixed_float16." in text
 
 
-def test_a_driver_whose_gpu_the_backend_does_not_see_is_told(monkeypatch, tmp_path):
+def test_a_driver_whose_gpu_the_backend_does_not_see_is_reported(monkeypatch, tmp_path):
     here(monkeypatch, devices.Device("cpu", "a processor"))
     driver(monkeypatch, tmp_path, "NVRM version: 570.86.15\n")
     (missing, *_) = doctor.examine(seconds=0).missing
@@ -77,7 +77,7 @@ def test_a_broken_driver_ends_nothing(monkeypatch, tmp_path):
     assert "CUDA driver initialization failed" in " ".join(text.split())
 
 
-def test_a_dtype_without_a_kernel_is_told_and_the_others_are_timed(monkeypatch):
+def test_a_dtype_without_a_kernel_is_reported_and_the_others_are_timed(monkeypatch):
     original = doctor._timed_product
 
     def broken(side, dtype):

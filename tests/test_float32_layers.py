@@ -61,11 +61,11 @@ def test_the_smallest_set_holds_and_none_of_it_can_be_spared(data):
     def holds(chosen):
         return all(options & set(chosen) for options in needed)
 
-    told = []
-    found = smallest_set(range(count), holds, told.append)
+    counts = []
+    found = smallest_set(range(count), holds, counts.append)
     assert holds(found) and found == sorted(set(found))
     assert not any(holds([m for m in found if m != spared]) for spared in found)
-    assert told == sorted(told) and told[-1] == count
+    assert counts == sorted(counts) and counts[-1] == count
 
 
 @given(st.sets(st.integers(0, 199), max_size=5))
@@ -312,9 +312,9 @@ def test_every_kind_of_data(data):
 def test_it_prints_within_80_columns_and_is_json():
     found = find(planted(Squared), (X, Y), verbose=0)
     assert max(map(len, str(found).splitlines())) <= 80
-    told = json.loads(json.dumps(found.to_dict()))
-    assert told["float32"] == ["model/fault"]
-    assert told["contributions"][0]["without"]["error"] is None  # Not finite.
+    found_as_json = json.loads(json.dumps(found.to_dict()))
+    assert found_as_json["float32"] == ["model/fault"]
+    assert found_as_json["contributions"][0]["without"]["error"] is None  # Not finite.
     assert "<table" in found._repr_html_()
 
 

@@ -29,7 +29,7 @@ def rows(model):
     return {row.path.split("/")[-1]: row for row in keras_mp.inspect(model).layers}
 
 
-def told(model, word):
+def warnings_with(model, word):
     """The warnings in which a word stands."""
     return [w for w in keras_mp.inspect(model).warnings if word in str(w)]
 
@@ -45,11 +45,11 @@ def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided
     )
     shown = rows(model)
     assert list(shown) == ["hidden", "mine", "probabilities"]
-    told = {
+    facts = {
         name: (row.class_name, row.compute_dtype, row.variable_dtype, row.output_dtype)
         for name, row in shown.items()
     }
-    assert told == {
+    assert facts == {
         "hidden": ("Dense", "float16", "float32", "float16"),
         "mine": ("Dense", "float32", "float32", "float32"),
         "probabilities": ("Dense", "float32", "float32", "float32"),
@@ -252,53 +252,53 @@ def test_a_model_that_is_not_built_stays_so():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_an_output_in_half_precision_is_told_with_its_layer(dtype):
+def test_an_output_in_half_precision_is_reported_with_its_layer(dtype):
     policy = keras.DTypePolicy(f"mixed_{dtype}")
     model = graph(lambda: layers.Dense(8, name="head"), policy=policy)
-    (warning,) = told(model, "output of the model")
+    (warning,) = warnings_with(model, "output of the model")
     assert warning.paths == ("model/head",)
     assert dtype in warning.sentence and 'dtype="float32"' in warning.remedy
 
 
-def test_an_output_that_compile_will_mend_is_told_so_and_is_mended():
+def test_an_output_that_compile_will_turn_to_float32_is_reported_and_is_turned():
     model = graph(lambda: layers.Dense(8))
-    (warning,) = told(model, "output of the model")
+    (warning,) = warnings_with(model, "output of the model")
     assert "`compile`" in warning.remedy
     model.compile("adam", "mse")
-    assert not told(model, "output of the model")
+    assert not warnings_with(model, "output of the model")
 
 
-def test_behind_an_operation_the_layer_that_makes_its_values_is_told():
+def test_behind_an_operation_the_layer_that_makes_its_values_is_reported():
     with keras_mp.policy_scope("mixed_float16"):
         x = keras.Input((8,))
         model = keras.Model(x, ops.tanh(layers.Dense(8, name="d")(x)))
-    (warning,) = told(model, "output of the model")
+    (warning,) = warnings_with(model, "output of the model")
     assert warning.paths == ("d",)
 
 
-def test_an_operation_that_makes_an_output_float16_itself_is_told_by_its_name():
+def test_an_operation_that_makes_an_output_float16_itself_is_reported_by_its_name():
     x = keras.Input((8,))
     model = keras.Model(x, ops.cast(layers.Dense(8)(x), "float16"))
-    (warning,) = told(model, "output of the model")
+    (warning,) = warnings_with(model, "output of the model")
     assert warning.paths == (model.outputs[0]._keras_history.operation.name,)
     assert warning.remedy == 'Cast it to "float32".'
 
 
-def test_a_layer_that_makes_two_outputs_is_told_once():
+def test_a_layer_that_makes_two_outputs_is_reported_once():
     with keras_mp.policy_scope("mixed_float16"):
         x = keras.Input((8,))
         y = layers.Dense(8, name="d")(x)
         model = keras.Model(x, [y, y + 1])
-    (warning,) = told(model, "output of the model")
+    (warning,) = warnings_with(model, "output of the model")
     assert warning.paths == ("d",)
 
 
-def test_in_a_nested_model_the_layer_of_the_users_own_dtype_is_told():
+def test_in_a_nested_model_the_layer_of_the_users_own_dtype_is_reported():
     half = layers.Dense(8, dtype="mixed_float16", name="half")
     model = keras.Sequential(
         [keras.Input((8,)), keras.Sequential([keras.Input((8,)), half])]
     )
-    (warning,) = told(model, "output of the model")
+    (warning,) = warnings_with(model, "output of the model")
     assert warning.paths[0].endswith("half")
     assert warning.remedy == 'Give the layer dtype="float32".'
 
@@ -306,10 +306,10 @@ def test_in_a_nested_model_the_layer_of_the_users_own_dtype_is_told():
 # An optimizer that does not scale --------------------------------------------------
 
 
-def test_a_float16_model_whose_optimizer_does_not_scale_is_told():
+def test_a_float16_model_whose_optimizer_does_not_scale_is_reported():
     model = graph(lambda: layers.Dense(8), lambda: layers.Dense(1, dtype="float32"))
     model.compile("adam", "mse", auto_scale_loss=False)
-    (warning,) = told(model, "scale the loss")
+    (warning,) = warnings_with(model, "scale the loss")
     assert warning.paths == ("model",) and "Adam" in warning.sentence
     assert "keras_mp.LossScaleOptimizer" in warning.remedy
 
@@ -327,10 +327,10 @@ def test_a_float16_model_whose_optimizer_does_not_scale_is_told():
         ("float32", lambda: "adam"),
     ],
 )
-def test_an_optimizer_that_scales_or_need_not_is_not_told(policy, optimizer):
+def test_an_optimizer_that_scales_or_need_not_is_not_reported(policy, optimizer):
     model = graph(lambda: layers.Dense(8), lambda: layers.Dense(1), policy=policy)
     model.compile(optimizer(), "mse")
-    assert not told(model, "scale the loss")
+    assert not warnings_with(model, "scale the loss")
 
 
 # Casts by hand --------------------------------------------------------------------
@@ -373,7 +373,7 @@ class CastsThereAndBack(layers.Layer):
         return ops.cast(ops.exp(ops.cast(x, "float32")), self.compute_dtype)
 
 
-class CastsAsToldOrNotFloats(layers.Layer):
+class CastsToItsOwnDtypeOrToIntegers(layers.Layer):
     def call(self, x):
         mask = ops.cast(ops.cast(x > 0, "bool"), "int32")
         return ops.cast(mask, self.compute_dtype) * ops.cast(x, x.dtype)
@@ -389,36 +389,40 @@ def alone(layer_class, dtype, *args):
     "layer_class",
     [CastsToFloat16, CastsByKeyword, CastsByMethod, CastsByHalf, CastsByTorchName],
 )
-def test_a_cast_to_float16_by_hand_is_told_where_the_layer_computes_in_another(
+def test_a_cast_to_float16_by_hand_is_reported_where_the_layer_computes_in_another(
     layer_class,
 ):
-    (warning,) = told(alone(layer_class, "mixed_bfloat16"), "by hand")
+    (warning,) = warnings_with(alone(layer_class, "mixed_bfloat16"), "by hand")
     assert warning.paths == ("layer",)
     assert f"`{layer_class.__name__}.call` casts to float16" in warning.sentence
-    assert told(alone(layer_class, "float32"), "by hand")
-    assert not told(alone(layer_class, "mixed_float16"), "by hand")
+    assert warnings_with(alone(layer_class, "float32"), "by hand")
+    assert not warnings_with(alone(layer_class, "mixed_float16"), "by hand")
 
 
-def test_a_cast_to_float32_by_hand_is_told_unless_it_is_undone():
-    assert told(alone(CastsToFloat32, "mixed_float16"), "casts to float32 by hand")
-    assert not told(alone(CastsToFloat32, "float32"), "by hand")
-    assert not told(alone(CastsThereAndBack, "mixed_float16"), "by hand")
+def test_a_cast_to_float32_by_hand_is_reported_unless_it_is_undone():
+    assert warnings_with(
+        alone(CastsToFloat32, "mixed_float16"), "casts to float32 by hand"
+    )
+    assert not warnings_with(alone(CastsToFloat32, "float32"), "by hand")
+    assert not warnings_with(alone(CastsThereAndBack, "mixed_float16"), "by hand")
 
 
-def test_casts_to_the_layers_own_dtype_and_to_integers_are_not_told():
-    assert not told(alone(CastsAsToldOrNotFloats, "mixed_bfloat16"), "by hand")
+def test_casts_to_the_layers_own_dtype_and_to_integers_are_not_reported():
+    assert not warnings_with(
+        alone(CastsToItsOwnDtypeOrToIntegers, "mixed_bfloat16"), "by hand"
+    )
 
 
-def test_a_model_that_returns_float32_is_not_told():
+def test_a_model_that_returns_float32_is_not_reported():
     class Net(keras.Model):
         def call(self, x):
             return ops.cast(x, "float32")
 
     with keras_mp.policy_scope(keras.DTypePolicy("mixed_float16")):
-        assert not told(Net(), "by hand")
+        assert not warnings_with(Net(), "by hand")
 
 
-def test_a_layer_without_a_source_is_not_told():
+def test_a_layer_without_a_source_is_not_reported():
     names = {"layers": layers, "ops": ops}
     exec(
         "class Typed(layers.Layer):\n"
@@ -426,7 +430,7 @@ def test_a_layer_without_a_source_is_not_told():
         "        return ops.cast(x, 'float16')\n",
         names,
     )
-    assert not told(alone(names["Typed"], "mixed_bfloat16"), "by hand")
+    assert not warnings_with(alone(names["Typed"], "mixed_bfloat16"), "by hand")
 
 
 # An epsilon that float16 cannot hold ----------------------------------------------
@@ -460,20 +464,22 @@ class WithEpsilonInFloat32(WithEpsilon):
 @pytest.mark.parametrize(
     ("epsilon", "what"), [(1e-8, "1e-08 is 0 in float16"), (1e-6, "smallest normal")]
 )
-def test_an_epsilon_that_float16_cannot_hold_is_told(layer_class, epsilon, what):
-    (warning,) = told(alone(layer_class, "mixed_float16", epsilon), "epsilon")
+def test_an_epsilon_that_float16_cannot_hold_is_reported(layer_class, epsilon, what):
+    (warning,) = warnings_with(alone(layer_class, "mixed_float16", epsilon), "epsilon")
     assert what in warning.sentence
     assert "keras_mp.MixedFloat16(float32=['layer'])" in warning.remedy
 
 
-def test_an_epsilon_that_is_held_or_used_in_another_dtype_is_not_told():
-    assert not told(alone(WithEpsilon, "mixed_float16", 1e-3), "epsilon")
-    assert not told(alone(WithEpsilon, "mixed_bfloat16", 1e-8), "epsilon")
-    assert not told(alone(WithEpsilon, "float32", 1e-8), "epsilon")
-    assert not told(alone(WithEpsilonInFloat32, "mixed_float16", 1e-8), "epsilon")
+def test_an_epsilon_that_is_held_or_used_in_another_dtype_is_not_reported():
+    assert not warnings_with(alone(WithEpsilon, "mixed_float16", 1e-3), "epsilon")
+    assert not warnings_with(alone(WithEpsilon, "mixed_bfloat16", 1e-8), "epsilon")
+    assert not warnings_with(alone(WithEpsilon, "float32", 1e-8), "epsilon")
+    assert not warnings_with(
+        alone(WithEpsilonInFloat32, "mixed_float16", 1e-8), "epsilon"
+    )
 
 
-def test_the_normalizations_of_keras_compute_in_float32_and_are_not_told():
+def test_the_normalizations_of_keras_compute_in_float32_and_are_not_reported():
     model = stock(
         lambda: layers.BatchNormalization(epsilon=1e-8),
         lambda: layers.LayerNormalization(epsilon=1e-8),
@@ -481,23 +487,25 @@ def test_the_normalizations_of_keras_compute_in_float32_and_are_not_told():
         lambda: layers.RMSNormalization(epsilon=1e-8),
         shape=(4, 16),
     )
-    assert not told(model, "epsilon")
+    assert not warnings_with(model, "epsilon")
 
 
-def test_a_unit_normalization_in_float16_is_told_and_ours_is_in_float32():
-    assert told(stock(layers.UnitNormalization), "epsilon 1e-12 is 0 in float16")
-    assert not told(graph(layers.UnitNormalization), "epsilon")
+def test_a_unit_normalization_in_float16_is_reported_and_ours_is_in_float32():
+    assert warnings_with(
+        stock(layers.UnitNormalization), "epsilon 1e-12 is 0 in float16"
+    )
+    assert not warnings_with(graph(layers.UnitNormalization), "epsilon")
 
 
-def test_an_optimizers_epsilon_is_told_only_where_weights_are_float16():
+def test_an_optimizers_epsilon_is_reported_only_where_weights_are_float16():
     def compiled(policy):
         model = graph(lambda: layers.Dense(8), policy=policy)
         model.compile(keras.optimizers.Adam(epsilon=1e-8), "mse")
         return model
 
-    (warning,) = told(compiled("float16"), "epsilon")
+    (warning,) = warnings_with(compiled("float16"), "epsilon")
     assert "Adam" in warning.sentence and warning.paths == ("model",)
-    assert not told(compiled("mixed_float16"), "epsilon")
+    assert not warnings_with(compiled("mixed_float16"), "epsilon")
 
 
 # Sums -----------------------------------------------------------------------------
@@ -512,58 +520,58 @@ def masked_average(steps, make, mask=True):
     )
 
 
-def test_an_average_under_a_mask_over_many_steps_is_told():
-    (warning,) = told(masked_average(5000, stock), "5000 elements")
+def test_an_average_under_a_mask_over_many_steps_is_reported():
+    (warning,) = warnings_with(masked_average(5000, stock), "5000 elements")
     assert warning.paths == ("model/average",)
     assert "MixedFloat16(float32=['model/average'])" in warning.remedy
 
 
-def test_an_average_that_is_short_or_unmasked_or_in_float32_is_not_told():
-    assert not told(masked_average(2048, stock), "elements")
-    assert not told(masked_average(5000, stock, mask=False), "elements")
-    assert not told(masked_average(5000, graph), "elements")
+def test_an_average_that_is_short_or_unmasked_or_in_float32_is_not_reported():
+    assert not warnings_with(masked_average(2048, stock), "elements")
+    assert not warnings_with(masked_average(5000, stock, mask=False), "elements")
+    assert not warnings_with(masked_average(5000, graph), "elements")
 
 
-def test_a_sum_over_many_elements_is_told_and_a_mean_is_not():
+def test_a_sum_over_many_elements_is_reported_and_a_mean_is_not():
     def model(operation, size, dtype="mixed_float16"):
         x = keras.Input((size,))
         y = layers.Activation("linear", dtype=dtype)(x)
         return keras.Model(x, operation(y, axis=-1))
 
-    (warning,) = told(model(ops.sum, 4096), "4096 elements")
+    (warning,) = warnings_with(model(ops.sum, 4096), "4096 elements")
     assert "16 at most" in warning.sentence
-    assert not told(model(ops.sum, 2048), "elements")
-    assert not told(model(ops.mean, 4096), "elements")
-    assert not told(model(ops.sum, 4096, "mixed_bfloat16"), "elements")
-    assert not told(model(ops.sum, 4096, "float32"), "elements")
+    assert not warnings_with(model(ops.sum, 2048), "elements")
+    assert not warnings_with(model(ops.mean, 4096), "elements")
+    assert not warnings_with(model(ops.sum, 4096, "mixed_bfloat16"), "elements")
+    assert not warnings_with(model(ops.sum, 4096, "float32"), "elements")
 
 
-def test_the_sum_of_an_activity_regularizer_is_told():
+def test_the_sum_of_an_activity_regularizer_is_reported():
     def dense(units):
         return stock(lambda: layers.Dense(units, activity_regularizer="l2"))
 
-    assert told(dense(4096), "activity_regularizer sums 4096 elements")
-    assert not told(dense(8), "elements")
+    assert warnings_with(dense(4096), "activity_regularizer sums 4096 elements")
+    assert not warnings_with(dense(8), "elements")
 
 
-def test_a_wide_average_pooling_is_told_but_on_torch():
+def test_a_wide_average_pooling_is_reported_except_on_torch():
     def pooled(window):
         return stock(lambda: layers.AveragePooling1D(window), shape=(4096, 8))
 
-    assert bool(told(pooled(256), "256 values")) == (BACKEND != "torch")
-    assert not told(pooled(16), "values")
+    assert bool(warnings_with(pooled(256), "256 values")) == (BACKEND != "torch")
+    assert not warnings_with(pooled(16), "values")
 
 
 # Widths ---------------------------------------------------------------------------
 
 
-def test_widths_that_are_no_multiples_of_8_are_told_in_one_line():
+def test_widths_that_are_no_multiples_of_8_are_reported_in_one_line():
     model = graph(
         lambda: layers.Dense(30, name="a"),
         lambda: layers.Dense(32, name="b"),
         lambda: layers.Dense(32, name="c"),
     )
-    (warning,) = told(model, "multiples of 8")
+    (warning,) = warnings_with(model, "multiples of 8")
     assert warning.paths == ("model/a", "model/b")
     assert "(30)" in warning.sentence
 
@@ -579,28 +587,30 @@ def test_widths_that_are_no_multiples_of_8_are_told_in_one_line():
         (lambda n: layers.GRU(n), (8, 8), 30),
     ],
 )
-def test_the_widths_of_all_kinds_of_products_are_told(make, shape, width):
-    assert told(graph(lambda: make(width), shape=shape), f"({width})")
-    assert not told(graph(lambda: make(32), shape=shape), "multiples of 8")
+def test_the_widths_of_all_kinds_of_products_are_reported(make, shape, width):
+    assert warnings_with(graph(lambda: make(width), shape=shape), f"({width})")
+    assert not warnings_with(graph(lambda: make(32), shape=shape), "multiples of 8")
 
 
-def test_the_heads_of_an_attention_are_told():
+def test_the_heads_of_an_attention_are_reported():
     def attention(size):
         with keras_mp.policy_scope("mixed_float16"):
             x = keras.Input((6, 16))
             return keras.Model(x, layers.MultiHeadAttention(2, size, name="a")(x, x))
 
-    (warning,) = told(attention(12), "multiples of 8")
+    (warning,) = warnings_with(attention(12), "multiples of 8")
     assert warning.paths == ("a",)  # Two heads of 12 are a product of 24.
-    assert not told(attention(8), "multiples of 8")
+    assert not warnings_with(attention(8), "multiples of 8")
 
 
-def test_widths_in_float32_and_the_channels_of_an_image_are_not_told():
-    assert not told(graph(lambda: layers.Dense(30), policy="float32"), "multiples")
+def test_widths_in_float32_and_the_channels_of_an_image_are_not_reported():
+    assert not warnings_with(
+        graph(lambda: layers.Dense(30), policy="float32"), "multiples"
+    )
     head = graph(lambda: layers.Dense(10, activation="softmax"))
-    assert not told(head, "multiples of 8")
+    assert not warnings_with(head, "multiples of 8")
     image = graph(lambda: layers.Conv2D(8, 3), shape=(8, 8, 3))
-    assert not told(image, "multiples of 8")
+    assert not warnings_with(image, "multiples of 8")
 
 
 # Policies that files lose ---------------------------------------------------------
@@ -669,24 +679,26 @@ def sequential(*made):
     return keras.Sequential([keras.Input((16,)), *made])
 
 
-def test_a_layer_whose_config_has_no_dtype_is_told_and_loses_its_policy(tmp_path):
+def test_a_layer_whose_config_has_no_dtype_is_reported_and_loses_its_policy(tmp_path):
     model = called(lambda: sequential(DropsItsDtype(name="mine")))
-    (warning,) = told(model, "saved file")
+    (warning,) = warnings_with(model, "saved file")
     assert warning.paths == ("mine",) or warning.paths[0].endswith("/mine")
     assert "DropsItsDtype.get_config" in warning.sentence
     assert reopened(model, tmp_path) == {"float32"}
 
 
-def test_a_layer_that_takes_no_dtype_is_told_and_its_file_cannot_be_opened(tmp_path):
+def test_a_layer_that_takes_no_dtype_is_reported_and_its_file_cannot_be_opened(
+    tmp_path,
+):
     model = called(lambda: sequential(TakesNoDtype()))
-    assert told(model, "TakesNoDtype.__init__` takes no dtype")
+    assert warnings_with(model, "TakesNoDtype.__init__` takes no dtype")
     with pytest.raises(TypeError):
         reopened(model, tmp_path)
 
 
-def test_layers_that_a_class_makes_are_told_and_lose_their_policy(tmp_path):
+def test_layers_that_a_class_makes_are_reported_and_lose_their_policy(tmp_path):
     model = called(MakesLayers)
-    (warning,) = told(model, "saved file")
+    (warning,) = warnings_with(model, "saved file")
     assert warning.paths == (model.name,)
     assert "the layers that `MakesLayers` makes" in warning.sentence
     assert "float32" in reopened(model, tmp_path)
@@ -699,14 +711,14 @@ def test_layers_that_a_class_makes_are_told_and_lose_their_policy(tmp_path):
         MakesLayersOfItsOwnPolicy,
     ],
 )
-def test_policies_that_a_file_keeps_are_not_told(make, tmp_path):
+def test_policies_that_a_file_keeps_are_not_reported(make, tmp_path):
     model = called(make)
-    assert not told(model, "saved file")
+    assert not warnings_with(model, "saved file")
     assert "float16" in reopened(model, tmp_path)
 
 
 def test_a_float32_layer_has_no_policy_to_lose():
-    assert not told(sequential(DropsItsDtype(), TakesNoDtype()), "saved file")
+    assert not warnings_with(sequential(DropsItsDtype(), TakesNoDtype()), "saved file")
 
 
 def test_a_layer_with_heads_of_keras_makes_layers_of_its_own_policy():
@@ -717,10 +729,10 @@ def test_a_layer_with_heads_of_keras_makes_layers_of_its_own_policy():
     with keras_mp.policy_scope("mixed_float16"):
         x = keras.Input((6, 16))
         model = keras.Model(x, Attention()(x, x))
-    assert not told(model, "saved file")
+    assert not warnings_with(model, "saved file")
 
 
-def test_a_clean_model_is_told_nothing():
+def test_a_clean_model_has_no_warnings():
     model = graph(
         lambda: layers.Dense(64, activation="relu"),
         lambda: layers.BatchNormalization(),

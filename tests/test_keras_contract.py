@@ -1195,6 +1195,51 @@ def test_a_float16_softmax_loses_its_logits_when_it_is_cast():
         assert hasattr(in_the_loss, "_keras_logits") is kept
 
 
+# Names: what `compare` and `inspect` stand on ----------
+
+
+@fact
+def test_how_often_a_name_was_given_is_counted_in_a_global_attribute():
+    """Keras counts automatic names in the global attribute "object_name_uids"."""
+    from keras.src.backend.common import global_state
+
+    def name():
+        return keras.layers.Dense(1).name
+
+    first = name()
+    counts = global_state.get_global_attribute("object_name_uids")
+    before = counts.copy()
+    second = name()
+    assert second != first and counts["dense"] == before["dense"] + 1
+    global_state.set_global_attribute("object_name_uids", before)
+    assert name() == second
+
+
+@fact
+def test_the_operation_of_a_symbolic_sum_is_of_a_class_named_sum():
+    """The class of a sum in a graph is named Sum, and is one of Keras' modules."""
+    total = keras.ops.sum(keras.Input((3,)), axis=-1)
+    kind = type(total._keras_history.operation)
+    assert kind.__name__ == "Sum" and kind.__module__.split(".")[0] == "keras"
+
+
+@fact
+def test_the_kernel_of_a_layer_is_a_weight_named_kernel():
+    """A Dense, EinsumDense or convolution names its weight "kernel", with LoRA too."""
+    for layer, shape in (
+        (keras.layers.Dense(4), (2, 8, 3)),
+        (keras.layers.EinsumDense("abc,cd->abd", (None, 4)), (2, 8, 3)),
+        (keras.layers.Conv1D(4, 3), (2, 8, 3)),
+        (keras.layers.Conv2DTranspose(4, 3), (2, 8, 8, 3)),
+    ):
+        layer.build(shape)
+        kernel = tuple(layer.kernel.shape)
+        if hasattr(layer, "enable_lora"):
+            layer.enable_lora(2)
+        (found,) = [tuple(w.shape) for w in layer.weights if w.name == "kernel"]
+        assert found == kernel
+
+
 # Files ----------
 
 
@@ -1642,6 +1687,21 @@ def test_a_file_holds_no_random_seeds(tmp_path):
     model.save(tmp_path / "model.keras")
     (opened,) = keras.models.load_model(tmp_path / "model.keras").layers
     assert opened._seed_generators[0].state.numpy().tolist() == [3, 0]
+
+
+@fact
+def test_the_variables_of_a_model_are_its_weights_and_the_states_of_its_seeds():
+    """`variables` has what `weights` has, and the states of all seed generators."""
+    inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    normalized = [keras.layers.BatchNormalization(), keras.layers.GaussianNoise(1.0)]
+    model = keras.Sequential([keras.Input((2,)), inner, *normalized])
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(np.ones((2, 2), "float32"), np.ones((2, 2), "float32"), verbose=0)
+    weights = {id(weight) for weight in model.weights}
+    seeds = [v for v in model.variables if id(v) not in weights]
+    generators = [g for x in model._flatten_layers() for g in x._seed_generators]
+    assert len(seeds) == len(generators) == 2
+    assert {id(seed) for seed in seeds} == {id(g.state) for g in generators}
 
 
 @fact

@@ -51,7 +51,6 @@ def names_in_private():
     ] + [
         "backend_nn backend_numpy backend_random get_keras_mask set_keras_mask",
         "get_stateless_scope policy_module current_path Functional untracked",
-        "global_state",
     ]
 
 
@@ -140,14 +139,12 @@ def test_an_attribute_that_is_set_untracked_is_no_part_of_the_layer():
     assert private.layers_in(layer, itself=False) == [inner]
 
 
-def test_automatic_names_are_counted_in_the_global_state():
-    before = private.global_state.get_global_attribute("object_name_uids")
-    private.global_state.set_global_attribute("object_name_uids", None)
-    try:
-        assert layers.Dense(1).name == "dense"
-        assert layers.Dense(1).name == "dense_1"
-    finally:
-        private.global_state.set_global_attribute("object_name_uids", before)
+def test_automatic_names_are_counted_and_can_be_counted_again():
+    before = private.names_given()
+    first = layers.Dense(1).name
+    assert layers.Dense(1).name != first
+    private.set_names_given(before)
+    assert layers.Dense(1).name == first
 
 
 def test_a_thread_has_no_policy_until_somebody_asks():
@@ -191,6 +188,31 @@ def test_preprocessing_layers_have_a_base_without_an_export():
     classes = private.preprocessing_classes()
     assert layers.RandomCrop in classes and layers.Hashing in classes
     assert layers.Dense not in classes and layers.Layer not in classes
+
+
+def test_keras_has_a_context_while_a_layer_is_called():
+    seen = []
+
+    class Look(layers.Layer):
+        def call(self, x):
+            seen.append(private.is_in_a_call())
+            return x
+
+    Look()(ops.convert_to_tensor(X))
+    assert seen[-1] and not private.is_in_a_call()
+
+
+def test_a_cast_output_keeps_its_mask_and_logits():
+    x = ops.cast(ops.convert_to_tensor(X), "bfloat16")
+    mask = ops.ones((2,), "bool")
+    private.set_keras_mask(x, mask)
+    cast = private.cast_output(x)
+    assert keras.backend.standardize_dtype(cast.dtype) == "float32"
+    assert private.get_keras_mask(cast) is mask
+    if BACKEND == "tensorflow":
+        probabilities = ops.softmax(x)
+        logits = probabilities._keras_logits
+        assert private.cast_output(probabilities)._keras_logits is logits
 
 
 def test_the_policy_of_a_layer_is_an_attribute():

@@ -5,7 +5,6 @@ precision under Keras' own policies ("stock") and under ours.
 """
 
 import json
-import pathlib
 
 import keras
 import pytest
@@ -13,13 +12,12 @@ import pytest
 import keras_mp
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.rules import RULES
+from sweeps import layer_table, layers
 from sweeps.layer_cases import cases
 from sweeps.layer_errors import built
 
 BACKEND = keras.backend.backend()
-MEASURED = json.loads(
-    (pathlib.Path(__file__).parents[1] / "sweeps" / "layers.json").read_text()
-)
+MEASURED = json.loads(layer_table.RESULTS.read_text())
 # Mended where the product, or the sum of a gradient, is made, and not by a rule: see
 # test_attention.py and test_broadcasting.py.
 MENDED = {"MultiHeadAttention", "GroupQueryAttention", "Conv2D"}
@@ -56,6 +54,20 @@ def test_nothing_that_was_measured_fails_under_our_policies(backend):
 def test_enough_layer_classes_were_measured(backend):
     classes = {name.split(",")[0] for name in MEASURED[backend]["cases"]}
     assert len(classes) >= 57
+
+
+@pytest.mark.once
+def test_the_file_has_a_case_a_line():
+    text = layer_table.RESULTS.read_text()
+    assert layers.as_text(MEASURED) == text
+    number = sum(len(measured["cases"]) for measured in MEASURED.values())
+    assert number < len(text.splitlines()) < number + 20
+
+
+@pytest.mark.once
+def test_the_readme_of_the_sweeps_has_the_table_of_the_file():
+    readme = layer_table.RESULTS.with_name("README.md").read_text()
+    assert layer_table.rendered(MEASURED).strip() in readme
 
 
 @pytest.mark.filterwarnings("ignore")  # What layers say of hard inputs is not ours.

@@ -18,14 +18,15 @@ from keras import layers, ops
 
 import keras_mp
 import keras_mp_cli
+import keras_mp_cli.backends
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE
 from keras_mp.callbacks import OverflowBreakpoint
-from keras_mp.diagnostics.breakpoint import model_or_weights, skipped_step
+from keras_mp.diagnostics.breakpoint import model_file, skipped_step
 from keras_mp.diagnostics.breakpoint import replay as replay_module
 from keras_mp.diagnostics.breakpoint.batch import batch_of, tensors_of
-from keras_mp.diagnostics.breakpoint.random_state import set_random_state
 from keras_mp.diagnostics.breakpoint.replay import replay
+from keras_mp.diagnostics.breakpoint.skipped_step import set_random_state
 from keras_mp.errors import BreakpointError
 
 RANDOM = np.random.default_rng(0)
@@ -180,7 +181,7 @@ def test_skips_that_are_not_in_a_row_are_not_saved(folder):
 
 
 @undiagnosed
-def test_skips_in_a_row_go_on_in_the_next_epoch_and_the_epoch_is_told(folder):
+def test_skips_in_a_row_go_on_in_the_next_epoch_and_the_epoch_is_reported(folder):
     x, y = data(poisoned=(0, 3), batches=4)
     fit(build(), OverflowBreakpoint(folder, skips=2), x=x, y=y, epochs=3)
     saved = facts(folder)
@@ -451,9 +452,9 @@ def test_random_layers_draw_the_same_again(seed, folder):
     keras.utils.set_random_seed(3)
     again = replay(folder)
     assert again.not_finite == saved["not_finite"]
-    told = json.loads((folder / "diagnosis.json").read_text())
+    diagnosis = json.loads((folder / "diagnosis.json").read_text())
     ranges = [t["histogram"] for t in again.report.to_dict()["tensors"]]
-    assert ranges == [t["histogram"] for t in told["tensors"]]
+    assert ranges == [t["histogram"] for t in diagnosis["tensors"]]
 
 
 def test_it_judges_at_the_scale_at_which_it_overflowed_and_says_what_happens(folder):
@@ -492,7 +493,7 @@ def test_without_a_diagnosis_the_rest_is_saved_and_the_reason(folder, monkeypatc
     def diagnose(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(replay_module, "diagnose", diagnose)
+    monkeypatch.setattr(skipped_step, "diagnose", diagnose)
     model = build()
     fit(model, OverflowBreakpoint(folder))
     assert "RuntimeError: out of memory" in (folder / "diagnosis.txt").read_text()
@@ -571,11 +572,11 @@ def in_float32():
 def test_a_folder_with_something_else_in_it_is_refused(held, tmp_path):
     for name in held:
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match="there is 'notes.txt'"):
+    with pytest.raises(ValueError, match="which holds 'notes.txt'"):
         OverflowBreakpoint(tmp_path)
     watch = OverflowBreakpoint(tmp_path / "other")
     shutil.copytree(tmp_path, tmp_path / "other")
-    with pytest.raises(ValueError, match="there is 'notes.txt'"):
+    with pytest.raises(ValueError, match="which holds 'notes.txt'"):
         fit(build(), watch)
 
 
@@ -591,7 +592,7 @@ def test_a_mount_point_is_refused_before_the_training(folder, monkeypatch):
         fit(build(), OverflowBreakpoint(folder))
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_the_training(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported_before_the_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         fit(build(), OverflowBreakpoint(tmp_path / "file" / "folder"))
@@ -614,20 +615,22 @@ def test_a_folder_that_is_filled_meanwhile_stays_as_it_is(folder):
             (folder / "notes.txt").touch()
 
     x, y = AT_ONCE
-    with pytest.warns(UserWarning, match="there is 'notes.txt'"):
+    with pytest.warns(UserWarning, match="which holds 'notes.txt'"):
         fit(build(), OverflowBreakpoint(folder, skips=1), Filling(), x=x, y=y)
     assert os.listdir(folder) == ["notes.txt"]
     assert os.listdir(folder.parent) == ["overflow"]
 
 
 @undiagnosed
-def test_what_cannot_be_written_is_told_and_leaves_nothing_behind(saved, monkeypatch):
+def test_what_cannot_be_written_is_reported_and_leaves_nothing_behind(
+    saved, monkeypatch
+):
     before = (saved / "breakpoint.json").read_bytes()
 
     def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(model_or_weights, "save", full)
+    monkeypatch.setattr(model_file, "save", full)
     with pytest.warns(UserWarning, match="OSError: no space left. The training goes"):
         fit(build(), OverflowBreakpoint(saved, skips=1))
     assert (saved / "breakpoint.json").read_bytes() == before
@@ -695,7 +698,7 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
 
 
 @undiagnosed
-def test_a_model_that_makes_its_train_function_itself_is_told_of(folder):
+def test_a_model_that_makes_its_train_function_itself_is_reported(folder):
     model = build()
     model.make_train_function = lambda force=False: None
     type(model).make_train_function(model)
@@ -813,12 +816,13 @@ def test_the_command_prints_it(saved, capsys):
 
 
 def test_where_nobody_asks_it_is_replayed_where_it_was_saved(saved, monkeypatch):
-    for backend in keras_mp_cli.BACKENDS:
-        monkeypatch.setattr(keras_mp_cli, "is_installed", lambda name: True)
+    command = keras_mp_cli.backends
+    for backend in command.BACKENDS:
+        monkeypatch.setattr(command, "is_installed", lambda name: True)
         monkeypatch.delenv("KERAS_BACKEND", raising=False)
         change(saved, backend=backend)
-        saved_on = keras_mp_cli._backend_of(str(saved))
-        assert keras_mp_cli.choose_backend(None, saved_on) == backend
+        saved_on = command.backend_of_breakpoint(str(saved))
+        assert command.choose_backend(None, saved_on) == backend
 
 
 @undiagnosed
@@ -905,7 +909,7 @@ def test_it_is_replayed_on_another_backend_with_classes_of_the_scripts(folder):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split())
-    assert f"{BACKEND}, Keras" in told and f"Here, on {backend}: it overflows" in told
-    assert f"loss scale {saved['loss_scale']:g}" in told
-    assert "headroom" in told
+    text = " ".join(done.stdout.split())
+    assert f"{BACKEND}, Keras" in text and f"Here, on {backend}: it overflows" in text
+    assert f"loss scale {saved['loss_scale']:g}" in text
+    assert "headroom" in text

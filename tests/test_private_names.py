@@ -11,7 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "keras_mp"
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+FILES = [
+    path
+    for folder in ("keras_mp", "benchmarks", "sweeps")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 # Public in spite of its underscore: the methods of a named tuple. And a suffix.
 PUBLIC = {"_asdict", "_replace", "_v2"}
@@ -65,8 +70,8 @@ def private_uses(text: str) -> list[tuple[str, int]]:
 @pytest.mark.once
 @pytest.mark.parametrize(
     "path",
-    [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "private.py"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
+    [path for path in FILES if path.name != "private.py"],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
 def test_no_other_file_uses_a_private_name_of_another_library(path):
     found = private_uses(path.read_text())
@@ -97,3 +102,30 @@ def test_the_search_finds_it(program):
 @pytest.mark.once
 def test_the_search_leaves_alone_what_the_file_defines():
     assert not private_uses("self._scale = 1\nother._scale\n_LIMIT = 2\nprint(_LIMIT)")
+
+
+def entries(path: pathlib.Path) -> list[str]:
+    """The functions and names that a private.py offers."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [ast.unparse(target) for target in node.targets]
+    return [name for name in names if not name.startswith("_")]
+
+
+@pytest.mark.once
+def test_contributing_says_how_many_private_names_there_are():
+    package = REPOSITORY / "keras_mp"
+    keras_own = len(entries(package / "keras_seams/private.py"))
+    tensorflow, torch = (
+        len(entries(package / f"backends/{backend}/private.py"))
+        for backend in ("tensorflow", "torch")
+    )
+    assert not (package / "backends/jax/private.py").exists()
+    text = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
+    assert (
+        f"{keras_own} private names of Keras, {tensorflow} of TensorFlow, {torch} of "
+        "torch and none of JAX" in text
+    )

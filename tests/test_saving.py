@@ -472,7 +472,8 @@ def test_a_saved_model_opens_and_predicts_the_same_without_keras_mp(
     theirs = np.load(folder / f"{name}.{fate}.npz")
     ours = keras.tree.flatten(model(X))
     for a, b in zip(ours, theirs.values(), strict=True):
-        assert keras.backend.standardize_dtype(a.dtype) == b.dtype
+        # What a model of ours returns is float32, of the same values.
+        assert keras.backend.standardize_dtype(a.dtype) in ("float32", b.dtype)
         # In a layer that makes layers without passing its dtype on, these take the
         # global policy, in Keras as well: there float32.
         atol = 5e-3 if name in ("net", "policies_per_layer") else 0

@@ -3,7 +3,6 @@
 import inspect
 import pathlib
 import re
-import sys
 import types
 
 import keras
@@ -15,11 +14,11 @@ from matplotlib import style
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from rich.cells import cell_len
+from workplace import block
 
 import keras_mp
 from keras_mp.backends import devices
 from keras_mp.diagnostics import doctor
-from keras_mp.diagnostics.comparison.spread import Ratio
 from keras_mp.diagnostics.diagnosis.ranges import range_of
 from keras_mp.display import plots
 from keras_mp.policies import hardware
@@ -113,8 +112,8 @@ def test_a_click_opens_the_table_of_all(shown, window):
     rows = [f"details:nth-of-type({n + 1}) tbody tr" for n in range(len(kinds))]
     assert [len(window.hidden(row)) for row in rows] == counts  # Closed at first.
     window.click("summary")
-    told = [f"All {k}s ({n})" for k, n in zip(kinds, counts, strict=True)]
-    assert window.texts("summary") == told
+    expected = [f"All {k}s ({n})" for k, n in zip(kinds, counts, strict=True)]
+    assert window.texts("summary") == expected
     assert [len(window.texts(row)) for row in rows] == counts
     assert [window.hidden(row) for row in rows] == [[]] * len(rows)
 
@@ -139,10 +138,11 @@ def test_the_page_loads_nothing_and_the_console_is_silent(shown):
 
 def test_without_matplotlib_the_page_says_so_and_has_the_rest(browser, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, plots.__name__, None)  # Importing it raises.
+        block(patch, "matplotlib")
         diagnosed("float32").to_html(tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
-    assert "No picture: matplotlib is not installed." in browser.texts("p")
+    sentence = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+    assert f"No picture. {sentence}" in browser.texts("p")
     assert browser.hidden("h2, li, p, summary") == []
 
 
@@ -296,7 +296,7 @@ def test_a_cell_can_be_read_and_leaves_the_notebook_as_it_is(
 
 # Pictures -----------------------------------------------------------------------------
 
-FULL = range_of(2.0 ** np.arange(-60, 20.0))
+FULL = range_of(2.0 ** np.arange(-60, 20.0)).shares
 LOSSES = {"float32": [2.0, 0.5], "mixed_float16": [2.1, 0.5], "mixed_bfloat16": [2, 1]}
 DRAWN = {
     plots.plot_training: [
@@ -308,15 +308,22 @@ DRAWN = {
             {"float32": [[2.0, 1.0], [2.1, 1.1]], "mixed_float16": [[2.0, np.nan]] * 2},
             "accuracy",
             {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]},
+            0.035,
             {
-                "time per step": {"mixed_float16": Ratio(0.5, 0.4, 0.7)},
+                "time per step": {"mixed_float16": (0.5, 0.4, 0.7)},
                 "peak memory": {"mixed_float16": None},
             },
         ),
     ],
     plots.plot_gradients: [
-        ({"weights": FULL, "activations": range_of(X / X * np.nan)}, 2.0**15),
-        ({"activations": range_of(X)}, 1.0),
+        (
+            {
+                "by weights (0% are 0)": FULL,
+                "by activations (0% are 0, 100% are not finite)": {},
+            },
+            2.0**15,
+        ),
+        ({"by activations (0% are 0)": range_of(X).shares}, 1.0),
         ({}, 2.0**24),
     ],
 }
@@ -426,52 +433,51 @@ def examined():
 
 
 WIDTH = 80
-# Module -> a table of it with the longest that can stand there, and what must be told.
+# Module -> a table of it with the longest that can stand there, and what it must show.
 TABLES = {
-    "rule.py": (
+    "policies/rule.py": (
         lambda: keras_mp.MixedFloat16(float32=[f"{LONG}/{LONG}/.*"]).rules,
         f"{LONG}/{LONG}",
     ),
-    "diagnostics/comparison_words.py": (compared, "mixed_bfloat16"),
+    "diagnostics/comparison/report.py": (compared, "mixed_bfloat16"),
     "diagnostics/doctor.py": (examined, "NotImplementedError: no kernel"),
-    "diagnostics/float32_layers.py": (
+    "diagnostics/float32_search/report.py": (
         lambda: keras_mp.find_float32_layers(
             modelled("mixed_float16", 1e3), (X, Y), verbose=0
         ),
         f"a_{LONG}/<img",
     ),
-    "diagnostics/inspection.py": (
+    "diagnostics/inspection/report.py": (
         lambda: keras_mp.inspect(modelled("mixed_float16")),
         f"a_{LONG}/{LONG}",
     ),
-    "diagnostics/report.py": (
+    "diagnostics/diagnosis/report.py": (
         lambda: diagnosed("mixed_float16", 1e3),
         f"a_{LONG}/{LONG}",
     ),
 }
-SUITES = ("cost", "quality", "seams", "train")
 PACKAGE = pathlib.Path(keras_mp.__file__).parent
 
 
 def test_every_module_that_prints_a_table_is_among_these():
-    prints = re.compile(r"^from (keras_mp\.tables|rich\.table) import", re.MULTILINE)
+    prints = re.compile(
+        r"^from (keras_mp\.display\.tables|rich\.table) import", re.MULTILINE
+    )
     files = [p for p in PACKAGE.rglob("*.py") if prints.search(p.read_text())]
     found = {p.relative_to(PACKAGE).as_posix() for p in files}
-    elsewhere = {"demo.py"}  # Which test_demo.py runs; the others test_benchmarks.py.
-    elsewhere |= {f"benchmarks/{x}_tables.py" for x in SUITES}
-    assert found == {*TABLES, *elsewhere}
+    assert found == {*TABLES, "cli/demo.py"}  # Which test_demo.py runs.
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_fits_80_columns_and_cuts_nothing_off(name):
-    make, told = TABLES[name]
+    make, expected = TABLES[name]
     lines = str(make()).splitlines()
     assert max(cell_len(line) for line in lines) <= WIDTH
     assert not any("…" in line for line in lines)
     # A long path goes on below itself, within its column.
     columns = [re.split("  +", line.strip()) for line in lines]
     assert any(
-        told in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
+        expected in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
     )
 
 

@@ -13,7 +13,7 @@ __all__ = ["LossScaleMonitor", "OverflowBreakpoint"]
 def __getattr__(name: str) -> Any:
     if name != "OverflowBreakpoint":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # It diagnoses, with all that this needs: imported when it is asked for.
+    # It imports all of `diagnose`, which a training rarely needs.
     from keras_mp.callbacks.overflow_breakpoint import OverflowBreakpoint
 
     globals()[name] = OverflowBreakpoint

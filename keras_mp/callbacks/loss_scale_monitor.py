@@ -1,19 +1,19 @@
-"""The loss scale in the logs of `fit`, and a word when it keeps falling."""
+"""The loss scale in the logs of `fit`, and a warning if it keeps falling."""
 
 import threading
 import warnings
 from typing import Any
 
 import keras
-from keras.src.utils import io_utils
 
 from keras_mp.backends.train_step import MONITORED, UNDERFLOW
+from keras_mp.display.messages import show_message
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import named, newest
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import check_whole_number
 
-# How often a scale falls without growing once before the user is told.
+# How often a scale falls without growing once before there is a warning.
 FALLS = 12
 
 
@@ -21,25 +21,24 @@ class LossScaleMonitor(keras.callbacks.Callback):
     """Adds `loss_scale` and `skipped_steps` to the logs of each step and epoch.
 
     They are among the results of the train step, where every logger reads them: the
-    progress bar, History, CSVLogger, TensorBoard, trackers, in whatever order they
-    stand. No step waits for them. Warns once of a scale that keeps falling, and after a
-    quiet time tells at the first skip which variables' gradients were not finite. A
-    model goes on telling in later calls of `fit`. An optimizer that does not scale adds
-    nothing.
+    progress bar, History, CSVLogger, TensorBoard, trackers, in any order. No step waits
+    for them. Warns once if the scale keeps falling. At a skip after many steps without
+    one, prints which variables' gradients were not finite. The logs of a model have
+    them in later calls of `fit`, too. An optimizer that does not scale adds nothing.
 
     Args:
-        quiet_steps: after how many steps without a skip a skip is told of.
-        underflow: whether to add `underflow`: of the scaled gradients by the variables
-            of float16 layers that are not 0, the share below the smallest normal
-            number of float16, 2^-14, where bits are lost. It reads every gradient once
-            more.
+        quiet_steps: after how many steps without a skip a skip is printed.
+        underflow: whether to add `underflow`, the share of gradients that underflow: of
+            the scaled gradients by the variables of float16 layers, 0 left out, those
+            below the smallest normal number of float16, 2^-14, where bits are lost. It
+            reads every gradient once more.
 
     Raises:
         ValueError: if `quiet_steps` is no whole number of at least 1.
         TypeError: if `underflow` is no bool.
     """
 
-    # On JAX Keras calls `on_train_batch_end` beside the training, on several threads.
+    # On JAX Keras calls `on_train_batch_end` from several threads, beside the training.
     async_safe = True
 
     def __init__(self, quiet_steps: int = 100, underflow: bool = False) -> None:
@@ -52,10 +51,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._lock = threading.Lock()
         self._scale, self._skipped, self._batch = 0.0, 0, -1
         self._falls = self._quiet = 0
-        self._to_tell = self._warned = False
+        self._to_print = self._warned = False
 
     def set_model(self, model: Any) -> None:
-        """Lets the train step tell; one that was made before is made again."""
+        """Puts the loss scale into the train step's results, which is made anew."""
         super().set_model(model)
         attributes = vars(model)
         wanted = UNDERFLOW if self.underflow else True
@@ -78,7 +77,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         if not logs or "loss_scale" not in logs:
             return
         with self._lock:
-            # The steps may come out of order: what is older says nothing new.
+            # Steps may come out of order; an older one says nothing new.
             if batch > self._batch:
                 scale, skipped = float(logs["loss_scale"]), int(logs["skipped_steps"])
                 self._follow(batch, scale, skipped - self._skipped)
@@ -98,7 +97,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         elif scale < self._scale:
             self._falls += skips
         if skips:
-            self._to_tell = self._to_tell or self._quiet >= self.quiet_steps
+            self._to_print = self._to_print or self._quiet >= self.quiet_steps
             self._quiet = 0
         else:
             self._quiet += batch - self._batch
@@ -107,25 +106,22 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        self._tell()
+        self._print_skip()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._tell()
+        self._print_skip()
 
-    def _tell(self) -> None:
-        """Reads the state, as can be done before a step, once after a quiet time."""
-        if not self._to_tell:
+    def _print_skip(self) -> None:
+        """Prints a skip before the next step, when the state can be read."""
+        if not self._to_print:
             return
-        self._to_tell = False
+        self._to_print = False
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
         optimizer = self.model.optimizer
-        paths = newest(
-            loss_scaling_of(optimizer).nonfinite_counts,
-            private.own_trainable(optimizer),
-        )
-        io_utils.print_msg(
-            f"\nkeras_mp: the first skipped step after a quiet time. Not finite: the "
-            f"gradients of {named(paths)}. The loss scale is "
-            f"{self._scale:g}."
+        scaling: Any = loss_scaling_of(optimizer)
+        paths = newest(scaling.nonfinite_counts, private.own_trainable(optimizer))
+        show_message(
+            "\nkeras_mp: the first skipped step after a quiet time. Not finite: the "
+            f"gradients of {named(paths)}. The loss scale is {self._scale:g}."
         )

@@ -7,37 +7,37 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-from keras.src.utils import io_utils
 
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE
 from keras_mp.diagnostics.breakpoint.batch import batch_of
 from keras_mp.diagnostics.breakpoint.folder import check_folder, prepare
-from keras_mp.diagnostics.breakpoint.model_or_weights import WEIGHTS
+from keras_mp.diagnostics.breakpoint.model_file import WEIGHTS
 from keras_mp.diagnostics.breakpoint.skipped_step import Step, save, scaling_of
+from keras_mp.display.messages import show_message
 from keras_mp.loss_scaling.rule import check_whole_number
 
 
 class OverflowBreakpoint(keras.callbacks.Callback):
-    """At the n-th skipped step in a row saves all that it takes to repeat that step.
+    """Saves the n-th skipped step in a row, with all that it takes to repeat it.
 
-    Its batch, the weights, the optimizer's state, the loss scale and the random seeds
-    as they were before it, and what `keras_mp.diagnose` says of them. `keras-mp replay
-    FOLDER` takes the step once more, here or elsewhere. Once in each call of `fit`,
-    which goes on and computes what it would have computed without: to end it there is
-    `max_consecutive_skips`. A tool to debug with: it waits for the device at each step.
-    An optimizer that does not scale is left alone.
+    That is its batch, the weights, the optimizer's state, the loss scale and the random
+    seeds as they were before the step, and what `keras_mp.diagnose` says of them.
+    `keras-mp replay FOLDER` repeats the step, here or on another machine. Saves once in
+    each call of `fit`, which goes on as it would without; `max_consecutive_skips` ends
+    a training. This is a tool for debugging: it waits for the device at each step. With
+    an optimizer that does not scale it does nothing.
 
     Args:
-        folder: where to save. Created if it is missing; what a former breakpoint has
-            left there is replaced.
-        skips: at which skipped step in a row.
+        folder: where to save. Created if it is missing; an earlier breakpoint in it is
+            replaced.
+        skips: which skipped step in a row to save.
 
     Raises:
         TypeError: if `folder` is no path.
-        ValueError: if there is something else in `folder`; if `skips` is no whole
-            number of at least 1; and when `fit` begins on several replicas or
-            processes, each of which has but a part of the batch.
+        ValueError: if `folder` holds anything else; if `skips` is no whole number of at
+            least 1; and when `fit` begins on several replicas or processes, each of
+            which has only a part of the batch.
 
     Example:
 
@@ -53,6 +53,12 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         self._path = check_folder(folder)
         self._epoch, self._watches = 0, False
         self._step: Step | TypeError | None = None
+        self._trained: Any = None
+
+    def set_model(self, model: Any) -> None:
+        """Keeps the model: `self.model` on JAX brings the state back at each look."""
+        super().set_model(model)
+        self._trained = model
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if others := engine.other_workers(self.model):
@@ -70,13 +76,10 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         if self._watches:
-            # Not `self.model`, which on JAX has the state brought back at each step.
-            model: Any = self._model
-            vars(model)[ONCE] = self._call
+            vars(self._trained)[ONCE] = self._call
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        model: Any = self._model
-        if vars(model).pop(ONCE, None):
+        if vars(self._trained).pop(ONCE, None):
             warnings.warn(
                 "OverflowBreakpoint saw no step: the model has a `make_train_function` "
                 "of its own, which does not call that of keras.Model.",
@@ -84,8 +87,8 @@ class OverflowBreakpoint(keras.callbacks.Callback):
             )
 
     def _call(self, train_function: Callable, args: Sequence[Any]) -> Any:
-        """Makes one call of the train function, with its steps in view if need be."""
-        model: Any = self._model
+        """Calls the train function once, step by step if the n-th skip may come."""
+        model = self._trained
         state = args[0] if keras.backend.backend() == "jax" else None
         scaling = scaling_of(model, state)
         steps = model.steps_per_execution
@@ -98,27 +101,27 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         )
 
     def _before(self, batch: Any, state: Any) -> None:
-        scaling = scaling_of(self._model, state)
+        scaling = scaling_of(self._trained, state)
         skips = scaling.skips if scaling else 0
         self._step = None
         if self._watches and skips + 1 >= self.skips:
             try:
                 self._step = Step(batch_of(batch), scaling, engine.generator_states())
             except TypeError as error:
-                self._step = error  # Told of only if it is wanted.
+                self._step = error  # Raised only if the step is skipped.
 
     def _after(self, state: Any) -> None:
         step, self._step = self._step, None
-        after = scaling_of(self._model, state)
+        after = scaling_of(self._trained, state)
         if step is None or after is None or after.skips < self.skips:
             return
         self._watches = False
         try:
             if isinstance(step, TypeError):
                 raise step
-            with engine.attached(self._model, state):
-                saved = save(self._path, self._model, step, after, self._epoch)
-        except Exception as error:  # Whatever it is, the training goes on.
+            with engine.attached(self._trained, state):
+                saved = save(self._path, self._trained, step, after, self._epoch)
+        except Exception as error:  # Whatever fails, the training goes on.
             warnings.warn(
                 f"Skipped steps in a row: {after.skips}. The last could not be saved "
                 f"in {os.fspath(self.folder)!r}: {type(error).__name__}: {error}. The "
@@ -132,7 +135,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
                 " --script SCRIPT (the weights alone could be saved: its `build()` has "
                 "to return the compiled model)"
             )
-        io_utils.print_msg(
+        show_message(
             f"\nkeras_mp: skipped steps in a row: {saved.skips}. The last, step "
             f"{saved.step}, is saved. To replay it: {command}"
         )

@@ -1,7 +1,7 @@
 """The demo: real handwritten digits, trained under three policies.
 
-What a user would write stands in `train`: a policy, `compile("adam")` and `fit`. The
-rest of the file measures that and shows it.
+`train` holds what a user writes: a policy, `compile("adam")` and `fit`. The rest of the
+file measures that and shows it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from keras_mp.config import policy_scope
 from keras_mp.policies.hardware import recommended_policy
+from keras_mp_cli.missing import MissingPackageError, needed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 # Small, so that twelve epochs are more than the 2000 finite steps in a row after
-# which a loss scale grows, and each image weighs enough in the mean for one of the
-# first gradients to overflow: the picture shows the loss scale at work. The seed was
-# picked for that too: of 0 to 5 most overflow, this one on JAX and on TensorFlow.
+# which a loss scale grows, and so that each image weighs enough in the mean for one of
+# the first gradients to overflow: the picture then shows both. The seed is chosen for
+# that too: of 0 to 5 most overflow, this one on JAX and on TensorFlow.
 BATCH_SIZE = 8
 SEED = 1
 
@@ -51,7 +52,7 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one training under one policy gave."""
+    """The result of one training under one policy."""
 
     policy: str
     test_accuracy: float  # 0 to 1
@@ -72,7 +73,7 @@ def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
 
     Raises:
         ValueError: for less than one epoch, or a folder that does not exist.
-        SystemExit: with status 2 where scikit-learn is not installed.
+        ModuleNotFoundError: if scikit-learn is not installed.
 
     Example:
         >>> keras_mp.cli.demo.demo(epochs=2, out="digits.png")
@@ -81,26 +82,26 @@ def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
         raise ValueError(
             f"`epochs` must be an integer of at least 1. Received: epochs={epochs!r}"
         )
-    if not Path(out).absolute().parent.is_dir():  # said now, not a minute later
+    if not Path(out).absolute().parent.is_dir():  # now, not after the training
         raise ValueError(f"`out` must lie in a folder that exists. Received: out={out}")
     digits = load_digits()
-    results = train_all(digits, epochs)
     console = Console(highlight=False)
+    draws = can_draw(console)
+    results = train_all(digits, epochs)
     console.print(table(results))
     console.print()
     console.print(speed_sentence(results))
-    draw(results, out, console)
+    if draws:
+        draw(results, out, console)
 
 
 def load_digits() -> Digits:
-    """Handwritten digits, scanned, which scikit-learn has in its package.
+    """Scans of handwritten digits, which are part of the scikit-learn package.
 
-    A fixed fifth is held out for the test: 1438 images to learn from, 359 to test on.
+    A fixed fifth is held out for the test: 1438 images to train on, 359 to test on.
     """
-    try:
+    with needed("The demo", "sklearn"):
         from sklearn.datasets import load_digits as load
-    except ModuleNotFoundError:
-        _leave('the demo needs scikit-learn: pip install "keras_mp[demo]"')
     data = load()
     images = (data.images[..., None] / 16).astype("float32")
     order = np.random.default_rng(0).permutation(len(images))
@@ -148,7 +149,7 @@ def train_all(digits: Digits, epochs: int) -> list[Result]:
 def train(
     policy: str, digits: Digits, epochs: int, after_epoch: Callable[[], None]
 ) -> Result:
-    """Trains the network under one policy, and says what came of it."""
+    """Trains the network under one policy."""
     keras.utils.set_random_seed(SEED)
     recorder = Recorder(after_epoch)
     with policy_scope(policy):
@@ -182,7 +183,7 @@ def train(
 
 
 class Recorder(keras.callbacks.Callback):
-    """Notes the loss scale and the skips at each step, and the time of each epoch."""
+    """Records the loss scale and the skips at each step, and the time of each epoch."""
 
     def __init__(self, after_epoch: Callable[[], None]) -> None:
         super().__init__()
@@ -208,8 +209,8 @@ class Recorder(keras.callbacks.Callback):
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        # On JAX `fit` keeps the state to itself during an epoch, until it is asked.
-        # It is asked under every policy alike, so that the times can be compared.
+        # On JAX `fit` does not write the state to the variables during an epoch, unless
+        # told to. It is told to under every policy, so that the times can be compared.
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
         optimizer = self.model.optimizer
@@ -225,7 +226,7 @@ class Recorder(keras.callbacks.Callback):
 
 
 def table(results: list[Result]) -> Table:
-    """The results, one policy a row, at most 80 columns wide."""
+    """The results, one row for each policy, at most 80 columns wide."""
     shown = Table(
         title="Handwritten digits, 8x8 pixels: the same network under three policies",
         box=box.SIMPLE_HEAD,
@@ -242,7 +243,7 @@ def table(results: list[Result]) -> Table:
         "activations\n(bytes per\nsample)",
         "time\n(s per\nepoch)",
     ):
-        # One column more than the words need, as there is no room for padding.
+        # One column wider than the words, in place of padding.
         width = max(map(len, heading.split("\n"))) + 1
         shown.add_column(heading, justify="right", vertical="bottom", min_width=width)
     for result in results:
@@ -261,7 +262,7 @@ def table(results: list[Result]) -> Table:
 
 
 def speed_sentence(results: list[Result]) -> str:
-    """One sentence on the times: what they are here, and how little that says."""
+    """One sentence on the times: what they are, and why they say little."""
     full, *mixed = results
     times = ", ".join(
         f"{result.policy} {result.seconds_per_epoch / full.seconds_per_epoch:.1f} times"
@@ -269,33 +270,35 @@ def speed_sentence(results: list[Result]) -> str:
     )
     if all(device.kind == "cpu" for device in recommended_policy().devices):
         why = (
-            "steps as small as these mostly pay for being started, so that the times "
-            "scatter; larger ones are as a rule slower under mixed precision on a "
-            "CPU, which seldom has arithmetic for 16-bit numbers"
+            "for steps this small most of the time is overhead, so the times vary; "
+            "larger steps are usually slower under mixed precision on a CPU, because "
+            "few CPUs have arithmetic for 16-bit numbers"
         )
     else:
-        why = "steps as small as these cannot keep an accelerator busy"
+        why = "steps this small do not keep an accelerator busy"
     return f"Time per epoch, against {full.policy}: {times}; {why}."
 
 
-def draw(results: list[Result], out: str, console: Console) -> None:
-    """Writes the picture, or says what is missing for it."""
+def can_draw(console: Console) -> bool:
+    """Whether there will be a picture; if not, prints what it needs."""
     try:
-        from keras_mp.display.plots import save_png
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        console.print(
-            'No picture: it needs matplotlib, pip install "keras_mp[plots]".',
-            markup=False,
-        )
-        return
+        import keras_mp.display.plots  # noqa: F401
+    except MissingPackageError as error:
+        console.print(f"No picture. {error}", markup=False, soft_wrap=True)
+        return False
+    return True
+
+
+def draw(results: list[Result], out: str, console: Console) -> None:
+    """Writes the picture."""
+    from keras_mp.display.plots import save_png
+
     save_png(figure(results), out)
     console.print(f"Picture: {out}", markup=False, soft_wrap=True)
 
 
 def figure(results: list[Result]) -> Figure:
-    """The losses of all policies, and the loss scale of the one that has one."""
+    """The losses under all policies, and the loss scale under mixed_float16."""
     from keras_mp.display.plots import plot_training
 
     scaled = next((result for result in results if result.scales), results[0])
@@ -309,8 +312,3 @@ def figure(results: list[Result]) -> Figure:
 def _size(shape: tuple[int, ...], dtype: str) -> int:
     """The bytes of a tensor."""
     return math.prod(shape) * _BYTES[keras.backend.standardize_dtype(dtype)]
-
-
-def _leave(message: str) -> NoReturn:
-    Console(stderr=True, highlight=False, markup=False).print(message, soft_wrap=True)
-    raise SystemExit(2)

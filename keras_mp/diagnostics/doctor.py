@@ -1,7 +1,6 @@
-"""`keras-mp doctor`: what is here, what is fast here, and what `"auto"` picks."""
+"""`keras-mp doctor`: the devices, what they are fast in, and what `"auto"` picks."""
 
 import importlib.metadata
-import importlib.util
 import pathlib
 import platform
 import re
@@ -17,9 +16,10 @@ from keras import ops
 from keras_mp.backends import engine
 from keras_mp.display.tables import Table
 from keras_mp.policies.hardware import Recommendation, recommended_policy
+from keras_mp_cli.missing import is_installed, missing_package
 
 DTYPES = ("float32", "float16", "bfloat16")
-SECONDS = 1.0  # For all products together, after they are compiled.
+SECONDS = 1.0  # For all products together, without their compilation.
 SIDE, SIDE_ON_CPUS = 4096, 512
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
@@ -29,10 +29,10 @@ class Product(NamedTuple):
 
     Attributes:
         dtype: of both matrices and of the result.
-        seconds: the median; None where it failed.
-        speedup: the median of the times of float32 over those of this dtype, each
-            measured right after the other.
-        failure: what was raised instead.
+        seconds: the median; None if it failed.
+        speedup: the median of float32's time divided by this dtype's, each pair timed
+            in succession; None if either failed.
+        failure: the error; empty if there was none.
     """
 
     dtype: str
@@ -49,8 +49,8 @@ class Examination(NamedTuple):
         driver: the version of the NVIDIA driver; empty if there is none.
         recommended: what `"auto"` picks, why, and the devices.
         side: of the square matrices that were multiplied.
-        products: one of each dtype.
-        missing: what is not here, and what to do about it.
+        products: one for each dtype.
+        missing: sentences on what is not installed, and what to do about it.
     """
 
     versions: dict[str, str]
@@ -80,11 +80,11 @@ class Examination(NamedTuple):
     def _heading(self) -> str:
         lines = [", ".join(f"{n} {v}" for n, v in self.versions.items())]
         for device in self.recommended.devices:
-            told = device.kind
+            kind = device.kind
             if device.compute_capability:
                 major, minor = device.compute_capability
-                told += f", compute capability {major}.{minor}"
-            lines.append(f"device: {device.name} ({told})")
+                kind += f", compute capability {major}.{minor}"
+            lines.append(f"device: {device.name} ({kind})")
         if not self.recommended.devices:
             lines.append("device: none could be listed")
         lines.append(f"NVIDIA driver: {self.driver or 'none'}")
@@ -95,10 +95,10 @@ class Examination(NamedTuple):
 def examine(seconds: float = SECONDS) -> Examination:
     """Looks at the backend in use and its devices, and times matrix products on them.
 
-    Never raises because of a device: a broken driver is among what it tells.
+    It reports a broken driver, and does not raise because of it.
 
     Args:
-        seconds: how long to measure, compilation aside.
+        seconds: how long to measure, without compilation.
     """
     recommended = recommended_policy()
     accelerators = [d for d in recommended.devices if d.kind != "cpu"]
@@ -115,11 +115,11 @@ def examine(seconds: float = SECONDS) -> Examination:
 
 
 def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
-    """Times square matrix products in turn: one of each dtype, then again.
+    """Times square matrix products, the dtypes in turn, again and again.
 
     Args:
         side: of the matrices.
-        seconds: when to stop; each is made three times at least.
+        seconds: when to stop; each product is timed at least three times.
     """
     runs: dict[str, Callable[[], float]] = {}
     failures: dict[str, str] = {}
@@ -127,7 +127,7 @@ def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
         try:
             runs[dtype] = _timed_product(side, dtype)
             runs[dtype]()
-        except Exception as error:  # Of a driver, a compiler, a device without it.
+        except Exception as error:  # A driver or a compiler may raise anything.
             runs.pop(dtype, None)
             failures[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     times: dict[str, list[float]] = {dtype: [] for dtype in runs}
@@ -153,7 +153,7 @@ def _timed_product(side: int, dtype: str) -> Callable[[], float]:
         ops.cast(random.standard_normal((side, side)).astype("float32"), dtype)
         for _ in range(2)
     )
-    # One number is read back: that waits for the product, and copies nothing else.
+    # Reading one number waits for the product and copies no more.
     product = engine.compiled(lambda a, b: ops.max(ops.matmul(a, b)))
 
     def run() -> float:
@@ -192,5 +192,5 @@ def _missing(driver: str, accelerated: bool) -> Iterator[str]:
         )
     if not driver and not accelerated:
         yield "No GPU and no NVIDIA driver: mixed precision can be tested here."
-    if importlib.util.find_spec("matplotlib") is None:
-        yield "No matplotlib, which draws the pictures: pip install 'keras_mp[plots]'"
+    if not is_installed("matplotlib"):
+        yield str(missing_package("Drawing", "matplotlib"))

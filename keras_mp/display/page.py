@@ -1,7 +1,7 @@
 """A page of HTML in one file, and the same as a cell of a notebook.
 
-A cell's style is for the cell alone, and it takes the notebook's own colours: its theme
-is not that of the browser.
+The style of a cell applies to the cell alone, and takes the notebook's colours, as its
+theme may differ from the browser's.
 """
 
 import html
@@ -10,20 +10,22 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_mp_cli.missing import MissingPackageError
+
 _CELL = (
     ".keras-mp{overflow-wrap:break-word}"
     ".keras-mp table{border-collapse:collapse}"
     ".keras-mp :is(td,th){padding:.2em .8em;vertical-align:top}"
-    # JupyterLab's rule for all tables has more to say, and paths to the right read ill.
+    # JupyterLab aligns all tables to the right, where paths are hard to read.
     ".keras-mp :is(td,th){text-align:left!important}"
-    # Long paths break within a word, and so leave the other columns their room.
+    # Long paths break within a word, so that the other columns keep their width.
     ".keras-mp td:first-child{overflow-wrap:anywhere}"
     ".keras-mp tbody tr:nth-child(even){background:#8882}"
     ".keras-mp figure{margin:1.5em 0;max-width:48em}"
     ".keras-mp summary{cursor:pointer;padding:.3em 0}"
-    # Its texts are black.
+    # Its text is black.
     ".keras-mp svg{width:100%;height:auto;background:#fff}"
-    # On a telephone the path of a row has a line of its own.
+    # On a phone the path of a row has a line of its own.
     "@media(max-width:40em){"
     ".keras-mp table{font-size:.8em}"
     ".keras-mp tr{display:flex;flex-wrap:wrap}"
@@ -31,14 +33,14 @@ _CELL = (
     ".keras-mp :is(td,th):first-child{flex:0 0 100%}}"
 )
 _PAGE = (
-    # The browser's own colours, bright or dark as its user likes them.
+    # The browser's own colours, bright or dark.
     ":root{color-scheme:light dark}"
     "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
 )
 
 
 def cell(heading: str, *parts: str) -> str:
-    """What a notebook shows: parts, in HTML, below a heading in plain text."""
+    """A notebook cell: parts in HTML below a heading in plain text."""
     return (
         f'<div class="keras-mp"><style>{_CELL}</style><h2>{html.escape(heading)}</h2>'
         f"{''.join(parts)}</div>"
@@ -51,26 +53,26 @@ def items(sentences: Sequence[str]) -> str:
 
 
 def folded(name: str, part: str) -> str:
-    """HTML that is shown when its name, in plain text, is clicked."""
+    """HTML that a click on its name, in plain text, opens."""
     return f"<details><summary>{html.escape(name)}</summary>{part}</details>"
 
 
 def drawn(plot: Callable[[], Any]) -> str:
-    """The figure that `plot()` draws, and below it in plain text what to see in it."""
+    """The figure that `plot()` draws, with its caption in plain text below it."""
     try:
         from keras_mp.display.plots import svg_and_caption
 
         svg, caption = svg_and_caption(plot())
-    except ImportError:
-        return "<p>No picture: matplotlib is not installed.</p>"
+    except MissingPackageError as error:
+        return f"<p>No picture. {html.escape(str(error), quote=False)}</p>"
     return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def write(path: str | os.PathLike[str], title: str, shown: str) -> None:
-    """Writes a cell as a file of its own, which loads nothing from elsewhere."""
+    """Writes a cell as one file, which loads nothing from elsewhere."""
     pathlib.Path(path).write_text(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        # Without it, telephones show a page that is 980 wide, made small.
+        # Without it, phones show a page of 980 pixels in small.
         '<meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(title)}</title><style>{_PAGE}</style></head>"
         f"<body>{shown}</body></html>",

@@ -15,17 +15,17 @@ def check_verbose(verbose: Any) -> None:
 def progress_bar(
     total: int, verbose: int
 ) -> Iterator[Callable[[str, int, float], None]]:
-    """A bar on stderr, so that a pipe gets the result alone; gone when all is done.
+    """A bar on stderr, so that a pipe gets the result alone; it disappears at the end.
 
     Args:
         total: how many things there are to do.
         verbose: 0 for no bar.
 
     Yields:
-        A function that moves it: of what goes on, in words, how many things are done,
-        and how much of the present one.
+        A function that moves it, given a text that says what is being done, how many
+        things are done, and how much of the present one, from 0 to 1.
     """
-    # Here, not above: `import keras_mp` draws no bar.
+    # Imported here, as `import keras_mp` draws no bar.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -50,7 +50,7 @@ def progress_bar(
     with progress:
         task = progress.add_task("", total=total)
 
-        def tell(text: str, done: int, part: float) -> None:
+        def show(text: str, done: int, part: float) -> None:
             progress.update(task, description=text, completed=done + part)
 
-        yield tell
+        yield show

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-_SHORT = 10  # Texts up to here stay in one line.
+_SHORT = 10  # A text of up to so many characters stays in one line.
 
 
 class Table:
@@ -14,7 +14,7 @@ class Table:
 
     Args:
         columns: the heading.
-        rows: as many texts each; numbers are aligned to the right.
+        rows: a text or number for each column; numbers are aligned to the right.
         title: a line above it.
         notes: lines below it.
     """
@@ -33,7 +33,7 @@ class Table:
 
     def text(self, width: int = 80) -> str:
         """The table as lines of at most `width` characters."""
-        # Here, not above: `import keras_mp` draws no table.
+        # Imported here, as `import keras_mp` draws no table.
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -56,13 +56,13 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         out = io.StringIO()
-        # Not a notebook's own, where rich would show it instead.
+        # In a notebook rich would show the table instead of returning it.
         console = Console(file=out, width=width, color_system=None, force_jupyter=False)
         if self.title:
             console.print(Text(self.title), "", sep="\n")
         console.print(table)
         for note in ("", *self.notes) if self.notes else ():
-            # The lines of an item of a list stand under its first.
+            # The lines of a list item are indented like its first.
             indent = "  " if note.startswith("- ") else ""
             console.print(Text(textwrap.fill(note, width, subsequent_indent=indent)))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -70,7 +70,7 @@ class Table:
     def markdown(self) -> str:
         """The table as Markdown, its title in bold."""
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        # A bar would end the cell.
+        # A vertical bar would end the cell.
         cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
         return "\n\n".join(
             part
@@ -98,7 +98,7 @@ class Table:
 
 
 def in_bytes(size: int | None) -> str:
-    """A number of bytes in words; "?" for None."""
+    """A number of bytes with its unit; "?" for None."""
     if size is None:
         return "?"
     if size < 1000:

@@ -4,12 +4,13 @@ Nothing else in the package touches one. Where a public way exists, it is taken:
 stands here has none. `tests/test_keras_private.py` holds each of them against Keras.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
 import keras
-from keras import layers
+from keras import layers, ops
 
 # `make test-versions` has run the tests on it. A newer Keras is welcome as long as it
 # has the names below.
@@ -57,13 +58,28 @@ Functional = _find("keras.src.models.functional:Functional")
 untracked = _find("keras.src.utils.tracking:no_automatic_dependency_tracking")
 # `dtype_policy` is looked up here by all of Keras.
 policy_module = _find("keras.src.dtype_policies:dtype_policy")
-# How often each automatic name was given: two builds of a model are to name alike.
-global_state = _find("keras.src.backend.common:global_state")
+_global_state = _find("keras.src.backend.common:global_state")
+_NAMES = "object_name_uids"
+
+
+def names_given() -> dict[str, int]:
+    """How often Keras has given each automatic name so far.
+
+    The public `get_uid` only counts on, and `reset_uids` forgets what came before.
+    """
+    names: dict[str, int] = defaultdict(int)
+    names.update(_global_state.get_global_attribute(_NAMES, {}))
+    return names
+
+
+def set_names_given(names: dict[str, int]) -> None:
+    """Lets Keras name from there: two builds of a model then have the same names."""
+    _global_state.set_global_attribute(_NAMES, defaultdict(int, names))
 
 
 def policy_of_thread() -> Any:
     """The global policy of this thread; None if nobody has set or asked for one."""
-    return global_state.get_global_attribute("dtype_policy")
+    return _global_state.get_global_attribute("dtype_policy")
 
 
 # Where classes come from -----------------------------------------------------------
@@ -92,6 +108,22 @@ def preprocessing_classes() -> tuple[type, ...]:
 
 
 # Layers ----------------------------------------------------------------------------
+
+
+def is_in_a_call() -> bool:
+    """Is the call of a layer under way in this thread? Keras keeps its context."""
+    return _global_state.get_global_attribute("current_call_ctx") is not None
+
+
+def cast_output(x: Any) -> Any:
+    """A tensor in float32, with what Keras attaches: the mask, a softmax's logits."""
+    cast = ops.cast(x, "float32")
+    if (mask := get_keras_mask(x)) is not None:
+        set_keras_mask(cast, mask)
+    if hasattr(x, "_keras_logits"):
+        cast._keras_logits = x._keras_logits
+    return cast
+
 
 # The attribute behind `Layer.dtype_policy`, for a look without a call.
 DTYPE_POLICY = "_dtype_policy"

@@ -3,7 +3,9 @@
 Each wrapper stands on the class that defines the method, and holds no logic of its own:
 
     Layer.__init__               rules about classes choose the layer's policy
-    Layer.__call__               the first call chooses it by all other rules
+    Layer.__call__               the first call chooses it by all other rules; the
+                                 outermost call of a model returns float32
+    Layer.stateless_call         and so does this
     Layer.get_config             files hold stock policies; so does the `get_config` of
                                  a model's own class
     Layer.add_loss               losses are float32
@@ -23,7 +25,8 @@ and what the backend's `repairs` name:
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -39,10 +42,9 @@ from keras_mp.loss_scaling.models import (
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import inputs, saving, symbolic
+from keras_mp.policies import inputs, outputs, saving, symbolic
 from keras_mp.policies.choosing import choose_by_class, choose_policy, first_call
 from keras_mp.policies.layers import note_call
-from keras_mp.policies.outputs import keep_outputs_in_float32
 
 
 def install() -> None:
@@ -75,6 +77,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     methods = [
         ("__init__", keras.layers.Layer, _layer_init),
         ("__call__", keras.layers.Layer, _layer_call),
+        ("stateless_call", keras.layers.Layer, _stateless_call),
         ("get_config", keras.layers.Layer, _layer_get_config),
         ("add_loss", keras.layers.Layer, _add_loss),
         ("build", keras.Sequential, _sequential_build),
@@ -84,10 +87,10 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     ]
     # `keras.ops` looks an operation up in one of these.
     backend = private.backend_nn, private.backend_numpy
-    repairs = engine.repairs().items()
+    getters, repairs = _policy_getters(), engine.repairs().items()
     return [
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
-        *((name, _home(name, m), _dtype_policy) for name, m in _policy_getters()),
+        *((name, _home(name, place), _dtype_policy) for name, place in getters),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
     ]
 
@@ -149,22 +152,53 @@ def _layer_call(original: Callable) -> Callable:
         own = self.__dict__
         chosen, policy = own.get("_keras_mp_chosen"), own[private.DTYPE_POLICY]
         first = chosen is None or chosen is not policy or not self.built
-        if not first and "_keras_mp_keeps_input_dtypes" not in own:
+        is_model = isinstance(self, keras.Model)
+        if not first and not is_model:
             return original(self, *args, **kwargs)
+        outermost = is_model and _is_outermost()
         if first:
             note_call(self, args, kwargs)
             choose_policy(self)
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        if not first:
-            return original(self, *args, **kwargs)
-        with first_call(self):
+        if first:
+            with first_call(self), _in_a_call():
+                result = original(self, *args, **kwargs)
+            self._keras_mp_chosen = self.dtype_policy
+        else:
             result = original(self, *args, **kwargs)
-        self._keras_mp_chosen = self.dtype_policy
-        return result
+        return outputs.in_float32(self, result) if outermost else result
 
     return __call__
+
+
+def _stateless_call(original: Callable) -> Callable:
+    def stateless_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = isinstance(self, keras.Model) and _is_outermost()
+        with _in_a_call():
+            result, *state = original(self, *args, **kwargs)
+        return (outputs.in_float32(self, result) if outermost else result), *state
+
+    return stateless_call
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _in_a_call() -> Iterator[None]:
+    """Marks a call that Keras has no context for: while it builds, and stateless."""
+    before = getattr(_thread, "in_a_call", False)
+    _thread.in_a_call = True
+    try:
+        yield
+    finally:
+        _thread.in_a_call = before
+
+
+def _is_outermost() -> bool:
+    return not (private.is_in_a_call() or getattr(_thread, "in_a_call", False))
 
 
 def _layer_get_config(original: Callable) -> Callable:
@@ -209,7 +243,7 @@ def _compile(original: Callable) -> Callable:
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             private.compile_config(self)["auto_scale_loss"] = False
-        if changed := keep_outputs_in_float32(self):
+        if changed := outputs.keep_outputs_in_float32(self):
             symbolic.refresh(self, changed)
         scale_optimizer(self)
         return result

@@ -38,6 +38,15 @@ def parts_of(layer: Any) -> list[Any]:
     return [part for part in parts if isinstance(part, layers.Layer)]
 
 
+def is_composite(layer: Any) -> bool:
+    """Is it a layer made of layers, more than a wrapper or what has one as activation?
+
+    What it computes is a matter of its own `call`.
+    """
+    own = [*parts_of(layer), getattr(layer, "activation", None)]
+    return any(child not in own for child in children_of(layer))
+
+
 def layer_path(layer: Any) -> str:
     """The path of a layer: for those to which Keras gives none that of its first call.
 
@@ -58,10 +67,9 @@ def activation_of(layer: Any) -> str:
     A model or a layer made of layers has none of its own: an attribute `activation`
     there is that of one of its layers, as in the tasks of KerasHub.
     """
-    activation = getattr(layer, "activation", None)
-    children = (child for child in children_of(layer) if child is not activation)
-    if isinstance(layer, keras.Model) or any(children):
+    if isinstance(layer, keras.Model) or is_composite(layer):
         return ""
+    activation = getattr(layer, "activation", None)
     while isinstance(activation, functools.partial):
         activation = activation.func
     if isinstance(activation, layers.Softmax):

@@ -1,34 +1,86 @@
-"""The output layers of a model, which compute in float32."""
+"""What a model returns: its output layers compute in float32, and the rest is cast.
+
+A cast at the end makes no value better. It is for programs that go on with the outputs
+in float32, where TensorFlow does not mix dtypes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_mp.keras_seams import private
-from keras_mp.policies.choosing import keep_output_in_float32
-from keras_mp.policies.layers import is_graph
+from keras_mp.policies.choosing import decision_for, keep_output_in_float32
+from keras_mp.policies.layers import is_composite, is_graph, policy_of
+from keras_mp.policies.policy import HALF, chooser_of
 
 
 def keep_outputs_in_float32(model: Any) -> list[Any]:
     """Turns the output layers of a Functional or Sequential model to float32.
 
     Only layers for which a policy of ours has decided: what the user said explicitly
-    for a layer wins. Subclassed models are left as they are, their outputs being
-    whatever their `call` returns.
+    for a layer wins. A layer made of layers, and an output that `compile` was given no
+    loss for, are no heads: they stay, and so do subclassed models.
 
     Returns:
         The layers that have changed.
     """
-    return [layer for layer in _output_layers(model) if keep_output_in_float32(layer)]
+    layers = [layer for layer in _output_layers(model) if not is_composite(layer)]
+    return [layer for layer in layers if keep_output_in_float32(layer)]
+
+
+def in_float32(model: Any, outputs: Any) -> Any:
+    """What the outermost call of a model returns: half-precision tensors in float32.
+
+    Symbolic tensors stay, and so does what the user chose half precision for: the
+    output layer of a graph, or the whole of a subclassed model, with a `dtype` of
+    Keras' own.
+    """
+    flat = keras.tree.flatten(outputs)
+    if not any(map(_is_half, flat)):
+        return outputs
+    if is_graph(model):
+        graph = (
+            private.graph_of(model) if isinstance(model, keras.Sequential) else model
+        )
+        ends = map(producers, graph.outputs) if graph else [_leaves(model.layers[-1])]
+        chosen = [any(map(_users_choice, layers)) for layers in ends]
+    else:
+        chosen = [_users_choice(model)] * len(flat)
+    cast = [
+        private.cast_output(x) if _is_half(x) and not half else x
+        for x, half in zip(flat, chosen, strict=True)
+    ]
+    return keras.tree.pack_sequence_as(outputs, cast)
+
+
+def _is_half(x: Any) -> bool:
+    return ops.is_tensor(x) and keras.backend.standardize_dtype(x.dtype) in HALF
+
+
+def _users_choice(layer: Any) -> bool:
+    """Has the user, and no policy of ours, chosen what the layer computes in?"""
+    return decision_for(layer) is None and chooser_of(policy_of(layer)) is None
 
 
 def _output_layers(model: Any) -> Iterator[Any]:
     if isinstance(model, keras.Sequential) and model.layers:
         yield from _leaves(model.layers[-1])
     elif isinstance(model, private.Functional):
-        for tensor in model.outputs:
+        for tensor in _read_by_losses(model):
             yield from producers(tensor)
+
+
+def _read_by_losses(model: Any) -> list[Any]:
+    """The outputs of a Functional model, without those whose loss is None."""
+    loss = getattr(model, "loss", None)
+    if isinstance(loss, dict) and isinstance(model.output, dict):
+        return [t for name, t in model.output.items() if loss.get(name) is not None]
+    if isinstance(loss, (list, tuple)) and len(loss) == len(model.outputs):
+        pairs = zip(model.outputs, loss, strict=True)
+        return [t for t, its_loss in pairs if its_loss is not None]
+    return model.outputs
 
 
 def producers(tensor: Any) -> Iterator[Any]:

@@ -12,9 +12,9 @@ class Batch(NamedTuple):
     """What a train step was given.
 
     Attributes:
-        arrays: name -> array of a dtype that NumPy has itself; `x`, `y` and
-            `sample_weight`, or `x/0` and `x/mask` of what is inside of them.
-        structure: how they hang together, as JSON has it.
+        arrays: name -> array of one of NumPy's own dtypes; `x`, `y` and
+            `sample_weight`, or `x/0` and `x/mask` for the parts of a structure.
+        structure: the structure whose leaves are these arrays, as JSON has it.
     """
 
     arrays: dict[str, np.ndarray]
@@ -24,32 +24,33 @@ class Batch(NamedTuple):
 def batch_of(data: Any) -> Batch:
     """Copies a batch: dicts, lists and tuples of tensors and arrays.
 
-    Sparse tensors become dense. dtypes that NumPy lacks, such as bfloat16, become
-    float32, which holds their numbers exactly.
+    Sparse tensors become dense. A dtype that NumPy lacks, such as bfloat16, becomes
+    float32, which holds its numbers exactly.
 
     Raises:
-        TypeError: if something in it is none of these, or is ragged.
+        TypeError: if a part of it is none of these, or is ragged.
     """
     arrays: dict[str, np.ndarray] = {}
     if isinstance(data, (list, tuple)) and len(data) <= len(_PARTS):
         named = zip(data, _PARTS[: len(data)], strict=True)
-        parts = [_taken_apart(x, name, arrays) for x, name in named]
+        parts = [_structure(x, name, arrays) for x, name in named]
         structure: Any = {_sequence(data): parts}
     else:
-        structure = _taken_apart(data, "x", arrays)
+        structure = _structure(data, "x", arrays)
     return Batch(arrays, structure)
 
 
-def _taken_apart(part: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+def _structure(part: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    """The structure of a part, whose arrays are added to `arrays`."""
     if part is None:
         return None
     if isinstance(part, dict):
         if not all(isinstance(key, (str, int)) for key in part):
             raise TypeError(f"`{name}` has keys that are neither texts nor integers")
         items = part.items()
-        return {"dict": [[k, _taken_apart(v, f"{name}/{k}", arrays)] for k, v in items]}
+        return {"dict": [[k, _structure(v, f"{name}/{k}", arrays)] for k, v in items]}
     if isinstance(part, (list, tuple)):
-        parts = [_taken_apart(x, f"{name}/{i}", arrays) for i, x in enumerate(part)]
+        parts = [_structure(x, f"{name}/{i}", arrays) for i, x in enumerate(part)]
         return {_sequence(part): parts}
     if hasattr(part, "ragged_rank"):
         raise TypeError(f"`{name}` is ragged")
@@ -61,7 +62,7 @@ def _taken_apart(part: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         if not all(isinstance(x, bytes) for x in array.flat):
             raise TypeError(f"`{name}` is no array of numbers or texts")
         array = array.astype("S")  # TensorFlow's texts.
-    while name in arrays:  # The keys of dicts may be any.
+    while name in arrays:  # A key of a dict may be "0" or hold a slash.
         name += "_"
     arrays[name] = array
     return {"array": name, "dtype": dtype}
@@ -72,22 +73,22 @@ def _sequence(part: Any) -> str:
 
 
 def tensors_of(batch: Batch) -> Any:
-    """Puts a batch together again, of tensors.
+    """The batch as a structure of tensors again.
 
     Raises:
-        KeyError, TypeError: if the structure is not that of the arrays.
+        KeyError, TypeError: if the structure does not fit the arrays.
     """
-    return _together(batch.structure, batch.arrays)
+    return _tensors(batch.structure, batch.arrays)
 
 
-def _together(part: Any, arrays: dict[str, np.ndarray]) -> Any:
+def _tensors(part: Any, arrays: dict[str, np.ndarray]) -> Any:
     if part is None:
         return None
     if "dict" in part:
-        return {key: _together(value, arrays) for key, value in part["dict"]}
+        return {key: _tensors(value, arrays) for key, value in part["dict"]}
     for kind in (list, tuple):
         if kind.__name__ in part:
-            return kind(_together(x, arrays) for x in part[kind.__name__])
+            return kind(_tensors(x, arrays) for x in part[kind.__name__])
     array, dtype = arrays[part["array"]], part["dtype"]
     wide = array.dtype.name == "float32" != dtype
     return ops.convert_to_tensor(array, dtype=dtype if wide else None)

@@ -1,4 +1,4 @@
-"""The folder of a breakpoint: written whole or not at all, and read again."""
+"""The folder of a breakpoint: written completely or not at all, and read."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 import numpy as np
 
 from keras_mp.diagnostics.breakpoint.batch import Batch
-from keras_mp.diagnostics.breakpoint.model_or_weights import MODEL, WEIGHTS
+from keras_mp.diagnostics.breakpoint.model_file import MODEL, WEIGHTS
 from keras_mp.errors import BreakpointError
 
 DIAGNOSIS = "diagnosis"
@@ -35,11 +35,11 @@ class Overflow:
         step: its number from 1, skipped steps included.
         epoch: from 1.
         skips: how many steps in a row were skipped, this one included.
-        loss_scale: the one at which they overflowed.
+        loss_scale: the loss scale at which they overflowed.
         not_finite: path -> "inf", "nan" or "inf, nan" in its gradient.
-        variables: the paths of all trainable variables, in their order.
+        variables: the paths of all trainable variables, in order.
         model: the name of the file with the model, or with its weights.
-        backend: where it ran.
+        backend: the backend that it ran on.
         keras: the version of Keras.
         keras_mp: the version of keras_mp.
     """
@@ -57,7 +57,7 @@ class Overflow:
 
 
 class Saved(NamedTuple):
-    """What a folder holds beside the model."""
+    """What a folder holds besides the model."""
 
     folder: pathlib.Path
     overflow: Overflow
@@ -70,7 +70,7 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 
     Raises:
         TypeError: if it is no path.
-        ValueError: if there is something in it that is not of a breakpoint.
+        ValueError: if it holds anything but a breakpoint.
     """
     path = pathlib.Path(folder).resolve()
     if path.is_dir():
@@ -79,24 +79,24 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
         held = {path.name} if path.exists() else set()
     if held and (_FACTS not in held or held - _FILES):
         raise ValueError(
-            "`folder` must be missing, empty, or a former breakpoint's and nothing "
-            f"else: it is written anew. Received: folder={os.fspath(folder)!r}, where "
-            f"there is {min(held - _FILES or held)!r}."
+            "`folder` must be missing, empty, or hold a breakpoint and nothing else: "
+            f"it is replaced. Received: folder={os.fspath(folder)!r}, which holds "
+            f"{min(held - _FILES or held)!r}."
         )
     return path
 
 
 def prepare(folder: pathlib.Path) -> None:
-    """Raises if a breakpoint could not be written: better now than after hours.
+    """Raises before the training what would else be raised after hours of it.
 
     Raises:
-        ValueError: if there is something else in the folder, or it cannot be renamed.
-        OSError: if nothing can be written beside it.
+        ValueError: if the folder holds anything but a breakpoint, or cannot be renamed.
+        OSError: if its parent cannot be written to.
     """
     check_folder(folder)
     if folder.is_mount():
         raise ValueError(
-            "`folder` must not be a mount point, which cannot be replaced: take a "
+            "`folder` must not be a mount point, which cannot be replaced: choose a "
             f"folder within it. Received: folder={str(folder)!r}."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -104,10 +104,10 @@ def prepare(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a folder to write to, which takes the place of `folder` in the end.
+def replaced(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder to write to, which replaces `folder` at the end.
 
-    After an error it is gone, and what was in `folder` is still there.
+    After an error it is deleted, and `folder` stays as it was.
     """
     name = f"{folder.name}.{uuid.uuid4().hex[:8]}"
     made, former = folder.with_name(f"{name}.partial"), folder.with_name(f"{name}.old")
@@ -169,7 +169,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         batch = Batch(_arrays(path / file), structure)
         file = _RANDOM_STATE
         return Saved(path, overflow, batch, _arrays(path / file))
-    except Exception as error:  # NumPy's reader raises whatever comes.
+    except Exception as error:  # NumPy's reader may raise anything.
         raise BreakpointError(
             f"the breakpoint's file {str(path / file)!r} is damaged: "
             f"{type(error).__name__}: {error}"

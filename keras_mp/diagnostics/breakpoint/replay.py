@@ -1,4 +1,4 @@
-"""`replay`: the step that a breakpoint has saved, once more."""
+"""`replay`: repeats the step that a breakpoint has saved."""
 
 import dataclasses
 import importlib.machinery
@@ -15,13 +15,13 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.diagnostics.breakpoint import model_or_weights
-from keras_mp.diagnostics.breakpoint.batch import Batch, tensors_of
+from keras_mp.diagnostics.breakpoint import model_file
+from keras_mp.diagnostics.breakpoint.batch import tensors_of
 from keras_mp.diagnostics.breakpoint.folder import Overflow, read
-from keras_mp.diagnostics.breakpoint.random_state import set_random_state
-from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
+from keras_mp.diagnostics.breakpoint.skipped_step import diagnosed, set_random_state
 from keras_mp.diagnostics.diagnosis.report import Report
 from keras_mp.errors import BreakpointError
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import added, named
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
@@ -32,9 +32,9 @@ class Replay:
 
     Attributes:
         saved: what was saved of it.
-        not_finite: path -> "inf", "nan" or "inf, nan" in its gradient here, the paths
-            being those of the run.
-        report: the diagnosis; a sentence why there is none.
+        not_finite: path in the saved run -> "inf", "nan" or "inf, nan" in its gradient
+            here.
+        report: the diagnosis, or a sentence why there is none.
     """
 
     saved: Overflow
@@ -47,11 +47,11 @@ class Replay:
             f"Saved: step {saved.step}, in epoch {saved.epoch}, at loss scale "
             f"{saved.loss_scale:g}, with {saved.skips} skipped in a row; "
             f"{saved.backend}, Keras {saved.keras}, keras_mp {saved.keras_mp}. "
-            f"Not finite: {_told(saved.not_finite)}.",
+            f"Not finite: {_text(saved.not_finite)}.",
             f"Here, on {keras.backend.backend()}: {self._again()}",
         ]
-        told = "\n".join(textwrap.fill(line, 80) for line in lines)
-        return f"{told}\n\n{self.report}"
+        text = "\n".join(textwrap.fill(line, 80) for line in lines)
+        return f"{text}\n\n{self.report}"
 
     __repr__ = __str__
 
@@ -60,10 +60,10 @@ class Replay:
             return "it does not overflow, every gradient is finite at that scale."
         if self.not_finite.keys() == self.saved.not_finite.keys():
             return "it overflows again, in the gradients of the same variables."
-        return f"it overflows too. Not finite: {_told(self.not_finite)}."
+        return f"it overflows too. Not finite: {_text(self.not_finite)}."
 
 
-def _told(not_finite: Mapping[str, str]) -> str:
+def _text(not_finite: Mapping[str, str]) -> str:
     return named([f"{path} ({kind})" for path, kind in not_finite.items()])
 
 
@@ -73,23 +73,23 @@ def replay(
     build: Callable[[], Any] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
 ) -> Replay:
-    """Takes a step that `OverflowBreakpoint` has saved once more, and diagnoses it.
+    """Repeats a step that `OverflowBreakpoint` has saved, and diagnoses it.
 
-    With the same weights, batch, loss scale and random numbers, as far as another
+    It has the same weights, batch, loss scale and random numbers, as far as another
     version or backend draws the same ones.
 
     Args:
-        folder: the one that was given to `OverflowBreakpoint`. Nothing in it changes.
-        build: returns the compiled model, where only its weights could be saved.
-        custom_objects: name -> class or function of the model's that is not registered
+        folder: the folder that was given to `OverflowBreakpoint`. It stays as it is.
+        build: returns the compiled model; needed if only its weights could be saved.
+        custom_objects: name -> a class or function of the model that is not registered
             with Keras.
 
     Returns:
         A `Replay`, which prints.
 
     Raises:
-        BreakpointError: if there is no breakpoint, it is damaged, or the model cannot
-            be opened.
+        BreakpointError: if there is no breakpoint, or it is damaged, or the model
+            cannot be opened.
 
     Example:
 
@@ -104,36 +104,30 @@ def replay(
     except (KeyError, TypeError, ValueError) as error:
         raise BreakpointError(f"the batch in {str(folder)!r}: {error}") from error
     file = saved.folder / saved.overflow.model
-    model = model_or_weights.load(file, x, build, custom_objects)
+    model = model_file.load(file, x, build, custom_objects)
     optimizer, paths = model.optimizer, saved.overflow.variables
-    if len(paths) != len(optimizer._trainable_variables):
+    count = len(private.own_trainable(optimizer))
+    if len(paths) != count:
         raise BreakpointError(
             f"the model must have the {len(paths)} trainable variables that it had. "
-            f"Received: a model with {len(optimizer._trainable_variables)}"
+            f"Received: a model with {count}"
         )
     optimizer.dynamic_scale.assign(saved.overflow.loss_scale)
     try:
         set_random_state(model, saved.random_state)
     except ValueError as error:
-        raise BreakpointError(f"{error}: {model_or_weights.REMEDY}") from error
+        raise BreakpointError(f"{error}: {model_file.REMEDY}") from error
     report = diagnosed(model, saved.batch)
-    before = ops.convert_to_numpy(loss_scaling_of(optimizer).nonfinite_counts)
+    scaling: Any = loss_scaling_of(optimizer)
+    counts = scaling.nonfinite_counts
+    before = ops.convert_to_numpy(counts)
     engine.take_step(model, data)
-    after = ops.convert_to_numpy(loss_scaling_of(optimizer).nonfinite_counts)
+    after = ops.convert_to_numpy(counts)
     return Replay(saved.overflow, added(before, after, paths), report)
 
 
-def diagnosed(model: Any, batch: Batch) -> Report | str:
-    """The diagnosis of a model by a batch, or why there is none."""
-    try:
-        parts = keras.utils.unpack_x_y_sample_weight(tensors_of(batch))
-        return diagnose(model, *parts)
-    except Exception as error:  # Whatever a `train_step` of the user's has made do.
-        return f"There is no diagnosis: {type(error).__name__}: {error}"
-
-
 def names_in(script: str) -> dict[str, Any]:
-    """Runs a script, not as `__main__`; returns its classes and functions by name.
+    """Imports a script; returns its classes and functions by name.
 
     Raises:
         BreakpointError: if there is no such file.

@@ -1,10 +1,10 @@
-"""A step that was skipped: what it is made of, and how all of it is saved."""
+"""A skipped step: what it takes to repeat it, and how all of that is saved."""
 
 import contextlib
 import importlib.metadata
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -12,19 +12,23 @@ import numpy as np
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.diagnostics.breakpoint import model_or_weights
-from keras_mp.diagnostics.breakpoint.batch import Batch
+from keras_mp.diagnostics.breakpoint import model_file
+from keras_mp.diagnostics.breakpoint.batch import Batch, tensors_of
 from keras_mp.diagnostics.breakpoint.folder import (
     DIAGNOSIS,
     Overflow,
+    replaced,
     write_facts,
-    written_whole,
 )
-from keras_mp.diagnostics.breakpoint.random_state import seeds_of
-from keras_mp.diagnostics.breakpoint.replay import diagnosed
+from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
+from keras_mp.diagnostics.diagnosis.report import Report
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import ROWS, added
-from keras_mp.loss_scaling.optimizer import LossScaleOptimizer, loss_scaling_of
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import LossScaleState
+from keras_mp.loss_scaling.state import LossScaling
+
+_SEEDS = "seeds"
 
 
 class Scaling(NamedTuple):
@@ -40,12 +44,12 @@ class Scaling(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step is made of, but for what it leaves as it was if it is skipped.
+    """What it takes to repeat a step, without what a skipped step leaves as it was.
 
     Attributes:
         batch: what it was given.
-        scaling: as it was before; None if the step itself let the optimizer scale.
-        generators: the states of the framework's random generators before.
+        scaling: before the step; None if the optimizer scales from this step on.
+        generators: the states of the framework's random generators before the step.
     """
 
     batch: Batch
@@ -58,53 +62,44 @@ def scaling_of(model: Any, state: Any) -> Scaling | None:
 
     Args:
         model: the model.
-        state: on JAX what `fit` passes round in place of variables, else None.
+        state: on JAX the values that `fit` passes round for the variables, else None.
 
     Returns:
         None if the optimizer does not scale, or not yet.
     """
     optimizer = model.optimizer
-    if not isinstance(optimizer, LossScaleOptimizer):
+    scaling = loss_scaling_of(optimizer)
+    if scaling is None:
         return None
     given = state[2] if state else [v.value for v in optimizer.variables]
     values = dict(zip(map(id, optimizer.variables), given, strict=True))
-    scaling = [
-        ops.convert_to_numpy(values[id(v)])
-        for v in loss_scaling_of(optimizer).variables
-    ]
+    numbers = [ops.convert_to_numpy(values[id(v)]) for v in scaling.variables]
     counts = np.zeros((ROWS, 0))
-    if optimizer.built:
-        counts = ops.convert_to_numpy(
-            values[id(loss_scaling_of(optimizer).nonfinite_counts)]
-        )
-    return Scaling(LossScaleState(*scaling), counts)
+    if scaling.nonfinite_counts is not None:
+        counts = ops.convert_to_numpy(values[id(scaling.nonfinite_counts)])
+    return Scaling(LossScaleState(*numbers), counts)
 
 
 def save(
     folder: pathlib.Path, model: Any, step: Step, after: Scaling, epoch: int
 ) -> Overflow:
-    """Saves a step, with the model as it was before and its diagnosis.
+    """Saves a step with its diagnosis and the model of before the step.
 
     Args:
         folder: to write to.
-        model: as it is after the step.
+        model: after the step.
         step: the step.
         after: the state of loss scaling after it.
         epoch: counted from 1.
     """
     optimizer = model.optimizer
-    before = step.scaling or Scaling(
-        loss_scaling_of(optimizer).rule.initial_state(), np.zeros(0)
-    )
-    if not before.counts.size:  # The step has built the optimizer.
-        before = before._replace(counts=np.zeros_like(after.counts))
-    paths = [v.path for v in optimizer._trainable_variables]
-    # Not `iterations`, which may count whole windows of accumulated gradients.
-    applied = int(ops.copy(optimizer.inner_optimizer._iterations.value))
-    with (
-        written_whole(folder) as made,
-        _as_before(optimizer, before, step.generators),
-    ):
+    scaling: Any = loss_scaling_of(optimizer)
+    before = step.scaling or Scaling(scaling.rule.initial_state(), np.zeros(0))
+    if not before.counts.size:  # This step has built the optimizer.
+        before = Scaling(before.state, np.zeros_like(after.counts))
+    paths = [v.path for v in private.own_trainable(optimizer)]
+    applied = int(ops.copy(private.applied_steps(optimizer.inner_optimizer).value))
+    with replaced(folder) as made, _restored(scaling, before, step.generators):
         overflow = Overflow(
             step=applied + int(after.state.skipped_steps),
             epoch=epoch,
@@ -112,7 +107,7 @@ def save(
             loss_scale=float(before.state.scale),
             not_finite=added(before.counts, after.counts, paths),
             variables=paths,
-            model=model_or_weights.save(model, made),
+            model=model_file.save(model, made),
             backend=keras.backend.backend(),
             keras=keras.__version__,
             keras_mp=_version(),
@@ -124,22 +119,70 @@ def save(
 
 
 @contextlib.contextmanager
-def _as_before(
-    optimizer: LossScaleOptimizer, before: Scaling, drawn: Mapping[str, np.ndarray]
+def _restored(
+    scaling: LossScaling,
+    before: Scaling,
+    generators: Mapping[str, np.ndarray],
 ) -> Iterator[None]:
-    """Puts back for a while what a skipped step has moved."""
-    scaling = loss_scaling_of(optimizer)
-    own = [*scaling.variables, scaling.nonfinite_counts]
-    now, drawn_now = [ops.convert_to_numpy(v) for v in own], engine.generator_states()
+    """Restores for a while what a skipped step changes."""
+    variables = [*scaling.variables, scaling.nonfinite_counts]
+    values = [ops.convert_to_numpy(v) for v in variables]
+    generators_now = engine.generator_states()
     try:
-        for variable, value in zip(own, [*before.state, before.counts], strict=True):
-            variable.assign(value)
-        engine.set_generator_states(drawn)
+        _assign(variables, [*before.state, before.counts])
+        engine.set_generator_states(generators)
         yield
     finally:
-        for variable, value in zip(own, now, strict=True):
-            variable.assign(value)
-        engine.set_generator_states(drawn_now)
+        _assign(variables, values)
+        engine.set_generator_states(generators_now)
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def seeds_of(model: Any) -> dict[str, np.ndarray]:
+    """The states of the seed generators of a model's layers."""
+    seeds = [ops.convert_to_numpy(seed) for seed in _seeds(model)]
+    return {_SEEDS: np.stack(seeds)} if seeds else {}
+
+
+def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
+    """Lets the layers of a model draw again the random numbers that they drew.
+
+    Args:
+        model: the model.
+        states: those of `seeds_of` and of `generator_states`.
+
+    Raises:
+        ValueError: if the model has another number of seeds.
+    """
+    seeds, values = _seeds(model), states.get(_SEEDS, np.zeros((0, 2)))
+    if len(values) != len(seeds):
+        raise ValueError(
+            f"the model must have the {len(values)} random seeds that were saved. "
+            f"Received: a model with {len(seeds)}"
+        )
+    for seed, value in zip(seeds, values, strict=True):
+        seed.assign(value.astype(seed.dtype))
+    engine.set_generator_states(states)
+
+
+def _seeds(model: Any) -> list[Any]:
+    # `variables` has the states of the seed generators, which `weights` has not.
+    weights = {id(weight) for weight in model.weights}
+    seeds = [v for v in model.variables if id(v) not in weights]
+    return list({id(seed): seed for seed in seeds}.values())
+
+
+def diagnosed(model: Any, batch: Batch) -> Report | str:
+    """The diagnosis of a model by a batch, or why there is none."""
+    try:
+        parts = keras.utils.unpack_x_y_sample_weight(tensors_of(batch))
+        return diagnose(model, *parts)
+    except Exception as error:  # A `train_step` of the user's may take any batch.
+        return f"There is no diagnosis: {type(error).__name__}: {error}"
 
 
 def _write_diagnosis(folder: pathlib.Path, model: Any, batch: Batch) -> None:

@@ -1,75 +1,213 @@
-"""What `compare` has found, in words, a table and pictures."""
+"""`compare`: the same training under several policies."""
 
-import dataclasses
-import os
-import textwrap
+import functools
+import numbers
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from keras_mp.diagnostics.comparison.outcomes import Outcomes
-from keras_mp.diagnostics.comparison.text import in_seeds, sentences_on, table_of
-from keras_mp.display import page
+import keras
+
+from keras_mp.diagnostics.comparison.report import Comparison
+from keras_mp.diagnostics.comparison.training import (
+    Plan,
+    Training,
+    initial_values,
+    train_once,
+)
+from keras_mp.diagnostics.data import TrainingData
+from keras_mp.display.progress_bar import check_verbose, progress_bar
+from keras_mp.keras_seams import private
+from keras_mp.loss_scaling.rule import check_whole_number
+from keras_mp.policies.hardware import recommended_policy
+from keras_mp.policies.policy import MixedPolicy, Policy
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Comparison(Outcomes):
-    """Trainings that differ in policy and seed; prints in words, with a table."""
+def compare(
+    build: Callable[[], Any],
+    train: Any,
+    validation: Any,
+    policies: Sequence[Any] = POLICIES,
+    seeds: int | Sequence[int] = 3,
+    *,
+    epochs: int = 1,
+    batch_size: int = 32,
+    verbose: int = 1,
+) -> Comparison:
+    """Trains the same model under several policies, and says what differs.
 
-    @property
-    def sentences(self) -> list[str]:
-        """What differs, in words."""
-        return sentences_on(self)
+    With each seed, all policies start from the same weights and see the same batches:
+    only the policy differs. The final metrics are those of `evaluate` on the validation
+    data. Each is compared with the first policy's: the mean difference over the seeds
+    with the spread, the sample standard deviation of the first policy's metric over the
+    seeds, which is what another seed changes:
 
-    def _title(self) -> str:
-        return (
-            f"{len(self.policies)} policies, {in_seeds(len(self.seeds))}, "
-            f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}, on {self.backend}"
+        the mean is at most the spread      -> within the spread
+        else, the same sign with every seed -> beyond the spread
+        else                                -> unclear: more seeds would tell
+
+    If half precision changes a training no more than another seed would, this says
+    "beyond" of one metric in five with 3 seeds, in twenty with 5, and hardly ever with
+    10. One seed has no spread.
+
+    Steps are timed within `fit`, without their compilation: all but the first epoch, or
+    in a single epoch all but the first and the last call of the train function. The
+    policies take turns in going first. Peak memory is what the devices have counted,
+    beyond what was in use before; on JAX, what the compiled train step needs; else it
+    is not measured. A training that diverges is a result like any other.
+
+    Sets the random seeds (`keras.utils.set_random_seed`) and does not restore them.
+
+    Args:
+        build: takes nothing, and returns a new compiled `keras.Model`. It is called
+            with each policy as the global one.
+        train, validation: `(x, y)` or `(x, y, sample_weight)`, or what else `fit`
+            takes as one argument: a `tf.data.Dataset`, a `PyDataset`, a torch
+            `DataLoader`. Or a function that returns one of these and is called for each
+            training, which a dataset that shuffles anew each time needs.
+        policies: at least two names or `keras.DTypePolicy` objects. The others are
+            compared with the first.
+        seeds: how many, or which.
+        epochs: of each training.
+        batch_size: of arrays.
+        verbose: 0 for no progress bar.
+
+    Returns:
+        A `Comparison`: prints, shows in a notebook, `.to_html(path)`, `.to_dict()`,
+        `.plot()`.
+
+    Raises:
+        TypeError, ValueError: for an argument of another kind, a name that is no
+            policy, or a `build` that returns no compiled model, the same model twice,
+            or models of different shapes. The global policy stays as it was.
+
+    Example:
+
+    ```python
+    def build():
+        model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    print(keras_mp.compare(build, (x, y), (x_test, y_test), epochs=5))
+    ```
+    """
+    if not callable(build):
+        raise TypeError(f"`build` must be a function. Received: build={build!r}.")
+    chosen, which = _labelled(policies), _checked_seeds(seeds)
+    check_whole_number("epochs", epochs)
+    check_whole_number("batch_size", batch_size)
+    check_verbose(verbose)
+    data = (
+        TrainingData("train", train, batch_size),
+        TrainingData("validation", validation, batch_size),
+    )
+    names = private.names_given()
+    try:
+        with progress_bar(len(chosen) * len(which), verbose) as show:
+            plan = Plan(build, *data, epochs, names)
+            trainings, warned = _trainings(plan, chosen, which, show)
+    finally:
+        private.set_names_given(names)  # Keras goes on counting from there.
+    for text in warned:
+        warnings.warn(text, stacklevel=2)
+    notes = [
+        f"{label} is {policy!r}."
+        for label, policy in chosen.items()
+        if isinstance(policy, MixedPolicy) and policy.float32
+    ]
+    kinds = {device.kind for device in recommended_policy().devices}
+    if kinds == {"cpu"} and any(t.seconds_per_step for t in trainings):
+        notes.append("These are the times of a CPU: an accelerator's are others.")
+    return Comparison(
+        backend=keras.backend.backend(),
+        policies=tuple(chosen),
+        seeds=which,
+        epochs=epochs,
+        trainings=tuple(trainings),
+        notes=(*warned, *notes),
+    )
+
+
+def _labelled(policies: Any) -> dict[str, Any]:
+    """The policies by labels that differ."""
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        policies = (policies,)
+    policies = tuple(policies)
+    found: dict[str, Any] = {}
+    try:
+        for given in policies:
+            policy = Policy(given)
+            label = f"auto ({policy.name})" if given == "auto" else str(policy.name)
+            same = sum(x.partition(" #")[0] == label for x in found)
+            found[f"{label} #{same + 1}" if same else label] = policy
+    except ValueError:
+        found = {}
+    if len(found) < 2:
+        raise ValueError(
+            "`policies` must be two or more of 'float32', 'mixed_float16', "
+            "'mixed_bfloat16', 'auto', names of float dtypes and DTypePolicy objects. "
+            f"Received: policies={policies!r}."
         )
+    return found
 
-    def __str__(self) -> str:
-        lines = [
-            textwrap.fill(f"- {x}", 80, subsequent_indent="  ") for x in self.sentences
-        ]
-        return table_of(self, "\n".join([self._title(), "", *lines])).text()
 
-    __repr__ = __str__
+def _checked_seeds(seeds: Any) -> tuple[int, ...]:
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as JSON has them.
+    which = range(int(seeds)) if is_whole(seeds) else seeds
+    if isinstance(which, Iterable) and not isinstance(which, str):
+        which = tuple(which)
+        # NumPy takes seeds of 32 bits.
+        if which and all(is_whole(x) and 0 <= x < 2**32 for x in which):
+            if len(set(which)) == len(which):
+                return tuple(int(x) for x in which)
+    raise ValueError(
+        "`seeds` must be a whole number of at least 1, or different whole numbers from "
+        f"0 to 2**32 - 1. Received: seeds={seeds!r}."
+    )
 
-        What JSON has no number for, nan and infinity, is None.
-        """
-        return {"sentences": self.sentences, **super().to_dict()}
 
-    def plot(self) -> Any:
-        """Draws the training losses, a final metric, and time and memory.
-
-        The metric is the first that is not the loss, if there is one.
-
-        Returns:
-            A matplotlib figure.
-        """
-        from keras_mp.display.plots.comparison import plot_comparison
-
-        metric = next((m for m in self.metrics if m != "loss"), "loss")
-        costs = {"time per step": self.time, "peak memory": self.memory}
-        return plot_comparison(
-            {p: [t.losses for t in self.of(p)] for p in self.policies},
-            metric,
-            {p: self.values(p, metric) for p in self.policies},
-            {
-                what: {p: cost(p) for p in self.policies[1:]}
-                for what, cost in costs.items()
-            },
+def _trainings(
+    plan: Plan,
+    chosen: dict[str, Any],
+    seeds: Sequence[int],
+    show: Callable[[str, int, float], None],
+) -> tuple[list[Training], list[str]]:
+    """The trainings, and warnings of what makes them hard to compare."""
+    trainings: list[Training] = []
+    orders: list[Any] = []
+    labels = list(chosen)
+    for turn, seed in enumerate(seeds):
+        initial = initial_values(plan, chosen[labels[0]], seed)
+        found: dict[str, Training] = {}
+        first = turn % len(labels)
+        for label in labels[first:] + labels[:first]:
+            if len(orders) < 2:
+                keras.utils.set_random_seed(seed)
+                orders.append(plan.train.order())
+            progress = functools.partial(
+                show, f"{label}, seed {seed}", len(trainings) + len(found)
+            )
+            found[label] = train_once(
+                plan, label, chosen[label], seed, initial, progress
+            )
+        trainings += [found[label] for label in labels]
+    base, *others = trainings[: len(labels)]
+    warned = [
+        f"Under {other.policy} no layer computes in another dtype than under "
+        f"{base.policy}. `keras_mp.inspect(build())` says what has decided that."
+        for other in others
+        if other.compute_dtypes == base.compute_dtypes
+        and chosen[other.policy] != chosen[base.policy]
+    ]
+    if orders[0] != orders[1]:
+        warned.append(
+            "The batches were not the same under each policy: the dataset has an order "
+            "of its own each time. As `train` give a function that makes it anew, with "
+            "a seed if it has one of its own."
         )
-
-    def _repr_html_(self) -> str:
-        return page.cell(
-            self._title(),
-            page.items(self.sentences),
-            page.drawn(self.plot),
-            table_of(self).html(),
-        )
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one file that loads nothing from elsewhere."""
-        page.write(path, self._title(), self._repr_html_())
+    return trainings, warned

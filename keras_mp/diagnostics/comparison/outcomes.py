@@ -1,4 +1,4 @@
-"""What trainings that differ in policy and seed have come to, in numbers."""
+"""The results of trainings that differ in policy and seed, in numbers."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ class Outcomes:
     """Trainings under several policies with several seeds.
 
     Attributes:
-        backend: that they ran on.
+        backend: the backend that they ran on.
         policies: their labels; the others are compared with the first.
         seeds: of the trainings.
-        epochs: of each.
-        trainings: by seed, and of each seed by policy.
-        notes: what else there is to know, or to look at.
+        epochs: of each training.
+        trainings: ordered by seed, and then by policy.
+        notes: sentences on what else there is to know, or to look at.
     """
 
     backend: str
@@ -33,11 +33,11 @@ class Outcomes:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of the metrics that `evaluate` has told as numbers."""
+        """The names of the metrics that `evaluate` returned as numbers."""
         return list(dict.fromkeys(name for t in self.trainings for name in t.metrics))
 
     def of(self, policy: str) -> list[Training]:
-        """The trainings under a policy, one of each seed."""
+        """The trainings under a policy, one for each seed."""
         return [t for t in self.trainings if t.policy == policy]
 
     def values(self, policy: str, metric: str) -> list[float]:
@@ -53,11 +53,11 @@ class Outcomes:
         return spread.difference(base, self.values(policy, metric))
 
     def time(self, policy: str) -> Ratio | None:
-        """The time per step, in that under the first policy; None if not measured."""
+        """The time per step relative to the first policy's; None if not measured."""
         return self._ratio(policy, "seconds_per_step")
 
     def memory(self, policy: str) -> Ratio | None:
-        """The peak memory, in that under the first policy; None if not measured."""
+        """The peak memory relative to the first policy's; None if not measured."""
         return self._ratio(policy, "peak_memory")
 
     def _ratio(self, policy: str, what: str) -> Ratio | None:
@@ -65,9 +65,9 @@ class Outcomes:
         return spread.ratio(base, [getattr(t, what) for t in self.of(policy)])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists and numbers, as JSON has them.
+        """All of it as dicts, lists, strings and numbers, for JSON.
 
-        What JSON has no number for, nan and infinity, is None.
+        nan and infinity, which JSON lacks, are None.
         """
         return {
             "backend": self.backend,
@@ -108,4 +108,6 @@ def _finite(x: float) -> float | None:
 
 
 def _as_dict(ratio: Ratio | None) -> dict[str, float] | None:
-    return ratio._asdict() if ratio else None
+    if ratio is None:
+        return None
+    return {"median": ratio.median, "lowest": ratio.lowest, "highest": ratio.highest}

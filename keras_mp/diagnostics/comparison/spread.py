@@ -1,7 +1,7 @@
 """Is a difference larger than what another seed makes?
 
-Pure arithmetic on the numbers that trainings have ended with. Those of one seed belong
-together: the same initial weights, the same batches.
+Arithmetic on the final numbers of trainings. Trainings of one seed are compared with
+each other: they have the same initial weights and the same batches.
 """
 
 import math
@@ -18,12 +18,12 @@ NOTHING = "nothing to compare"
 
 
 class Difference(NamedTuple):
-    """By how much a number differs from that of the base, and what that means.
+    """How much a number differs from the base's, and what that means.
 
     Attributes:
         mean: of the differences over the seeds; nan if there are none.
         spread: the sample standard deviation of the base over the seeds: what another
-            seed makes. None with less than two.
+            seed changes. None with fewer than two seeds.
         verdict: SAME, WITHIN, BEYOND, UNCLEAR, NO_SPREAD or NOTHING.
     """
 
@@ -36,17 +36,17 @@ def difference(base: Sequence[float], other: Sequence[float]) -> Difference:
     """Judges the differences between numbers of the same seeds.
 
         all are 0                                  -> the same
-        there is but one                           -> no spread to judge by
+        there is only one                          -> no spread to judge by
         their mean <= the spread of the base       -> within the spread
         all have the same sign                     -> beyond the spread
         otherwise                                  -> unclear
 
-    Where nothing but chance is between two trainings, and one seed tells nothing of
-    the other training with the same seed, this says "beyond" in two of five cases with
-    2 seeds, in one of five with 3, in one of twenty with 5 and hardly ever with 10.
+    If two trainings differ by chance alone, and the numbers of a seed are independent,
+    this says "beyond" in two of five cases with 2 seeds, in one of five with 3, in one
+    of twenty with 5 and hardly ever with 10.
 
     Args:
-        base, other: a number of each seed, in the same order. Pairs that are not
+        base, other: a number for each seed, in the same order. Pairs that are not
             finite are left out.
     """
     pairs = [
@@ -72,13 +72,13 @@ def difference(base: Sequence[float], other: Sequence[float]) -> Difference:
 
 
 def spread_of(numbers: Sequence[float]) -> float | None:
-    """The sample standard deviation of the finite ones; None of less than two."""
+    """The sample standard deviation of the finite numbers; None of fewer than two."""
     finite = [x for x in numbers if math.isfinite(x)]
     return statistics.stdev(finite) if len(finite) > 1 else None
 
 
 class Ratio(NamedTuple):
-    """How many times the base: the median over the seeds, and its range."""
+    """A multiple of the base: the median over the seeds, and the range."""
 
     median: float
     lowest: float
@@ -93,7 +93,7 @@ def ratio(base: Sequence[float | None], other: Sequence[float | None]) -> Ratio 
     """The ratios of the numbers of the same seeds; None if there are none.
 
     Args:
-        base, other: a number of each seed, in the same order; None if not measured.
+        base, other: a number for each seed, in the same order; None if not measured.
     """
     ratios = [b / a for a, b in zip(base, other, strict=True) if a and b]
     if not ratios:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-# What fewer steps take says nothing.
+# The time of fewer steps says nothing.
 MIN_STEPS = 3
 
 
@@ -15,12 +15,12 @@ class Stopwatch(keras.callbacks.Callback):
     """Measures the seconds that a step takes in `fit`.
 
     The first call of the train function compiles it, and the last call of an epoch does
-    so again if its batch is smaller. So of several epochs the first is left out, and of
-    a single one these two calls. The device is waited for where measuring begins and
-    where it ends, and at no step between.
+    so again if its batch is smaller. So the first of several epochs is left out, or
+    these two calls of a single epoch. It waits for the device at the start and at the
+    end of what it measures, and at no step between.
     """
 
-    # On JAX Keras would else wait for the device at every step.
+    # Without it, Keras on JAX waits for the device at every step.
     async_safe = True
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Stopwatch(keras.callbacks.Callback):
 
     @property
     def seconds_per_step(self) -> float | None:
-        """None after too few steps, or one epoch of a length that nobody knew."""
+        """None after too few steps, or after one epoch of unknown length."""
         return self._seconds / self._steps if self._steps >= MIN_STEPS else None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -53,13 +53,13 @@ class Stopwatch(keras.callbacks.Callback):
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        # On JAX and torch on several threads, but before the end of the epoch.
+        # On JAX and torch several threads call it, all before the end of the epoch.
         with self._lock:
             self._ended = max(self._ended, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._only:
-            # The last call may have been for fewer steps than the others.
+            # The last call may have made fewer steps than the others.
             self._stop(min(self._ended, self.params["steps"] or self._ended))
 
     def _stop(self, end: int) -> None:
@@ -70,7 +70,7 @@ class Stopwatch(keras.callbacks.Callback):
             self._began = None
 
     def _wait(self) -> None:
-        """Waits for the last step, by reading one of the numbers that it wrote."""
+        """Waits for the last step by reading a variable that it wrote."""
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
         for variable in [*self.model.metrics_variables, *self.model.variables][:1]:

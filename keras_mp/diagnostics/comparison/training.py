@@ -1,4 +1,4 @@
-"""One training of several that differ in nothing but the policy and the seed."""
+"""One training of several, which differ only in the policy and the seed."""
 
 import dataclasses
 import gc
@@ -8,34 +8,33 @@ from typing import Any, NamedTuple
 
 import keras
 from keras import ops
-from keras.src.backend.common import global_state
 
 from keras_mp.backends import engine
 from keras_mp.config import policy_scope
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
+from keras_mp.diagnostics.data import TrainingData
 from keras_mp.diagnostics.inspection.layer_facts import layers_of
-from keras_mp.diagnostics.training_data import TrainingData
 from keras_mp.errors import TrainingDivergedError
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, policy_of
 
-NAMES = "object_name_uids"  # Where Keras counts the names that it has given.
 _SEEN = "_keras_mp_compared"
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a training has ended with.
+    """The result of a training.
 
     Attributes:
         policy: its label.
         seed: of the initial weights and the order of the batches.
-        metrics: of the validation data, after the training; empty if it was ended.
+        metrics: of the validation data, after the training; empty if an error ended it.
         losses: the mean training loss of each epoch.
         seconds_per_step: None if there were too few steps.
         peak_memory: in bytes; None if it is not counted.
         skipped_steps: None without a loss scale.
-        diverged: what has ended it, or made it worthless; or empty.
-        compute_dtypes: of each layer; a graph leaves that to its layers.
+        diverged: why it diverged; empty if it did not.
+        compute_dtypes: of each layer; graphs, which compute nothing, are left out.
     """
 
     policy: str
@@ -53,8 +52,8 @@ class Plan(NamedTuple):
     """What all the trainings have in common.
 
     Attributes:
-        build, train, validation, epochs: as `compare` is given them.
-        names: how often Keras has given each name when the first training began.
+        build, train, validation, epochs: the arguments of `compare`.
+        names: see `private.names_given`, before the first training.
     """
 
     build: Callable[[], Any]
@@ -65,7 +64,7 @@ class Plan(NamedTuple):
 
 
 def initial_values(plan: Plan, policy: Any, seed: int) -> list[Any]:
-    """The values that the variables of a model have before its training."""
+    """The values of a model's variables before its training."""
     with policy_scope(policy):
         return [ops.convert_to_numpy(v) for v in _built(plan, seed).variables]
 
@@ -78,7 +77,7 @@ def train_once(
     initial: Sequence[Any],
     progress: Callable[[float], None],
 ) -> Training:
-    """Trains a new model under a policy, and says what came of it.
+    """Trains a new model under a policy.
 
     Args:
         plan: the training.
@@ -86,9 +85,9 @@ def train_once(
         policy: a `keras.DTypePolicy`.
         seed: of the batches.
         initial: the value of each variable before the first step.
-        progress: is told how much is done, from 0 to 1.
+        progress: is called with how much is done, from 0 to 1.
     """
-    gc.collect()  # The model before, whose memory would count.
+    gc.collect()  # The memory of the model before would count.
     read_memory = engine.measure_memory()
     stopwatch = Stopwatch()
     with policy_scope(policy):
@@ -134,25 +133,25 @@ def train_once(
 
 
 class _Progress(keras.callbacks.Callback):
-    def __init__(self, tell: Callable[[float], None]) -> None:
+    def __init__(self, show: Callable[[float], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._show = show
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
-        self._tell(epoch / self.params["epochs"])
+        self._show(epoch / self.params["epochs"])
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         if steps := self.params["steps"]:
-            self._tell((self._epoch + batch / steps) / self.params["epochs"])
+            self._show((self._epoch + batch / steps) / self.params["epochs"])
 
 
 def _built(plan: Plan, seed: int) -> Any:
     keras.utils.set_random_seed(seed)
-    # Layers are called the same under each policy, which may choose by their paths.
-    global_state.set_global_attribute(NAMES, plan.names.copy())
+    # Layers have the same paths under each policy, which may choose by them.
+    private.set_names_given(plan.names)
     model = plan.build()
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -170,8 +169,8 @@ def _built(plan: Plan, seed: int) -> Any:
             f"{model!r} once more."
         )
     vars(model)[_SEEN] = True
-    if not all(layer.built for layer in model._flatten_layers()):
-        model._symbolic_build(data_batch=plan.train.first_batch())
+    if not all(layer.built for layer in private.layers_in(model)):
+        private.build_from_batch(model, plan.train.first_batch())
     return model
 
 

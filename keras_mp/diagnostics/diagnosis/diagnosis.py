@@ -6,21 +6,23 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.diagnostics.diagnosis.other_policies import (
-    FLOAT32,
-    computes_in_half,
-    half_policies,
-    has_half,
-    policies_meanwhile,
-    policy_name,
-    with_float32,
-)
-from keras_mp.diagnostics.diagnosis.probe import Probe, probe
+from keras_mp.diagnostics.data import check_examples
+from keras_mp.diagnostics.diagnosis.probe import Output, Probe, probe
 from keras_mp.diagnostics.diagnosis.ranges import range_of
 from keras_mp.diagnostics.diagnosis.report import Report
 from keras_mp.diagnostics.diagnosis.verdict import Measured, Verdict, verdict_on
 from keras_mp.diagnostics.inspection.inspection import inspect
-from keras_mp.diagnostics.training_data import check_examples
+from keras_mp.diagnostics.temporary_policies import (
+    Choice,
+    half_policies,
+    in_float32,
+    is_in_half,
+    layers_in_half,
+    policy_name,
+    temporary_policies,
+    with_float32,
+)
+from keras_mp.keras_seams import private
 from keras_mp.policies.layers import layer_path
 
 _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
@@ -29,15 +31,15 @@ _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Report:
     """Says what float16 and bfloat16 do to a model, by one batch of its data.
 
-    The batch goes forward and backward three times: in float32, whose magnitudes tell
+    The batch goes forward and backward three times: in float32, whose magnitudes say
     what would fit; under the model's policy, or float16 if it has none; and once more
-    with the layers that should stay in float32. Nothing of the model changes, but that
-    one which was never called is built. What is inside of a loop (a cell of an RNN) is
-    seen from outside.
+    with the layers that should stay in float32. The model stays as it was, except that
+    a model which was never called is built. The cell of an RNN, which runs in a loop,
+    is not looked into.
 
     Args:
         model: a compiled `keras.Model`. Its `compute_loss` is what is differentiated; a
-            `train_step` of its own is not called.
+            `train_step` of the model's own is not called.
         x, y, sample_weight: one batch, as `fit` takes them: arrays, or structures of
             them.
 
@@ -62,19 +64,19 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         model(x)
     scale = loss_scale_of(model)
     choose = half_policies(model)
-    with policies_meanwhile(model, lambda layer: FLOAT32):
+    with temporary_policies(model, in_float32):
         wide = probe(model, batch, 1.0)
-    with policies_meanwhile(model, choose):
+    with temporary_policies(model, choose):
         found = probe(model, batch, scale)
-        half = {id(x) for x in model._flatten_layers() if computes_in_half(x)}
+        half = layers_in_half(model)
         epsilons = [w for w in inspect(model).warnings if "epsilon" in w.sentence]
     measured = _measured(model, wide, half)
     verdict = verdict_on(measured, scale)
-    born = _first_broken(found, wide)
+    first = _first_broken(found, wide)
     broken = _broken_in_float32(batch, wide)
     kept: tuple[str, ...] = ()
     if not broken:
-        kept = _to_keep(verdict, born, [p for w in epsilons for p in w.paths])
+        kept = _to_keep(verdict, first, [p for w in epsilons for p in w.paths])
     return Report(
         model=model.name,
         scale=scale,
@@ -82,7 +84,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         measured=measured,
         verdict=verdict,
         broken_in_float32=broken,
-        broken=born.path if born else "",
+        broken=first.path if first else "",
         epsilons=tuple(epsilons),
         kept=kept,
         cured=_is_cured(model, batch, choose, kept) if kept else None,
@@ -101,70 +103,49 @@ def check_compiled(model: Any) -> None:
 
 
 def loss_scale_of(model: Any) -> float:
-    """The present loss scale, or where one would start."""
+    """The present loss scale, or the one that a dynamic loss scale starts from."""
     optimizer = model.optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return float(optimizer.dynamic_scale)
     return (
-        float(optimizer.loss_scale_factor or 1.0) if has_half(model) else _FIRST_SCALE
+        float(optimizer.loss_scale_factor or 1.0)
+        if layers_in_half(model)
+        else _FIRST_SCALE
     )
 
 
-def _of_layer(operation: Any) -> str:
-    """What `float32=` takes; empty for models, whose layers would all follow them."""
-    single = isinstance(operation, keras.layers.Layer) and not _is_model(operation)
-    return layer_path(operation) if single else ""
-
-
 def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
-    def is_half(operation: Any) -> bool:
-        # An operation of a graph computes in what it is given.
-        return id(operation) in half or not isinstance(operation, keras.layers.Layer)
-
+    outputs, flowing = [], []
+    for o in wide.outputs:
+        what = (is_in_half(o.operation, half), _layer_of(o.operation))
+        outputs.append(Measured(o.path, "output", o.values, *what))
+        if o.gradient is not None:
+            kind = "activation gradient"
+            flowing.append(Measured(o.path, kind, o.gradient, *what))
     owners = {
         id(v): layer
-        for layer in model._flatten_layers()
-        for v in layer._trainable_variables
+        for layer in private.layers_in(model)
+        for v in private.own_trainable(layer)
     }
-    found = [
-        Measured(
-            o.path, "output", is_half(o.operation), o.values, _of_layer(o.operation)
-        )
-        for o in wide.outputs
-    ]
-    found += [
-        Measured(
-            o.path,
-            "activation gradient",
-            is_half(o.operation),
-            o.gradient,
-            _of_layer(o.operation),
-        )
-        for o in reversed(wide.outputs)
-        if o.gradient is not None
-    ]
+    gradients = []
     for variable in reversed(model.trainable_variables):
-        gradient = wide.gradients[variable.path]
-        owner = owners.get(id(variable))
-        if gradient is not None:
-            found.append(
-                Measured(
-                    variable.path,
-                    "gradient",
-                    id(owner) in half,
-                    gradient,
-                    _of_layer(owner),
-                )
-            )
-    return tuple(found)
+        found, owner = wide.gradients[variable.path], owners.get(id(variable))
+        if found is not None:
+            what = (id(owner) in half, _layer_of(owner))
+            gradients.append(Measured(variable.path, "gradient", found, *what))
+    return (*outputs, *reversed(flowing), *gradients)
 
 
-def _is_model(layer: Any) -> bool:
-    return isinstance(layer, keras.Model)
+def _layer_of(operation: Any) -> str:
+    """The path that `float32=` takes; empty if `operation` is no single layer."""
+    is_layer = isinstance(operation, keras.layers.Layer)
+    # All layers of a model would follow it to float32.
+    is_single = is_layer and not isinstance(operation, keras.Model)
+    return layer_path(operation) if is_single else ""
 
 
 def _broken_in_float32(batch: Any, wide: Probe) -> str:
-    """What is not finite whatever the precision, and comes first; or empty."""
+    """The first part of the batch, or output, not finite in float32; or empty."""
     for name, part in zip(("x", "y", "sample_weight"), batch, strict=True):
         for array in keras.tree.flatten(part):
             dtype = getattr(array, "dtype", None)
@@ -177,28 +158,28 @@ def _broken_in_float32(batch: Any, wide: Probe) -> str:
     return next((o.path for o in wide.outputs if not o.values.finite), "")
 
 
-def _first_broken(found: Probe, wide: Probe) -> Any:
-    """The first output that is not finite, if it is in float32."""
+def _first_broken(found: Probe, wide: Probe) -> Output | None:
+    """The first output that is not finite, if it is finite in float32."""
     fine = {o.path for o in wide.outputs if o.values.finite}
     broken = next((o for o in found.outputs if not o.values.finite), None)
     return broken if broken and broken.path in fine else None
 
 
-def _to_keep(verdict: Verdict, born: Any, epsilons: Sequence[str]) -> tuple[str, ...]:
+def _to_keep(
+    verdict: Verdict, first: Output | None, epsilons: Sequence[str]
+) -> tuple[str, ...]:
     """The paths of the layers that should stay in float32."""
-    troubled = [*verdict.overflowing, *verdict.outliers]
-    paths = [m.layer for m in troubled] + list(epsilons)
-    # Behind an overflow all the rest is not finite either.
-    if born and not verdict.overflowing:
-        paths.append(_of_layer(born.operation))
+    paths = [m.layer for m in (*verdict.overflowing, *verdict.outliers)]
+    paths += epsilons
+    # What follows an overflow is not finite either.
+    if first and not verdict.overflowing:
+        paths.append(_layer_of(first.operation))
     return tuple(dict.fromkeys(p for p in paths if p))
 
 
-def _is_cured(model: Any, batch: Any, choose: Any, kept: Sequence[str]) -> bool:
+def _is_cured(model: Any, batch: Any, choose: Choice, kept: Sequence[str]) -> bool:
     """Is everything finite, unscaled, with these layers in float32?"""
-    with policies_meanwhile(model, with_float32(choose, kept)):
+    with temporary_policies(model, with_float32(choose, kept)):
         seen = probe(model, batch, 1.0)
-    gradients = [g for g in seen.gradients.values() if g is not None]
-    return all(o.values.finite for o in seen.outputs) and all(
-        g.finite for g in gradients
-    )
+    ranges = [*(o.values for o in seen.outputs), *seen.gradients.values()]
+    return all(found is None or found.finite for found in ranges)

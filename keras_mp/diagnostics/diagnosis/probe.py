@@ -1,4 +1,4 @@
-"""One batch through a model, forward and backward, with the range of all on the way."""
+"""The ranges of all that one batch computes, forward and backward."""
 
 import contextlib
 import dataclasses
@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras import ops
 
-from keras_mp.backends.differentiation import See, differentiate
+from keras_mp.backends.differentiation import See
 from keras_mp.diagnostics.diagnosis.ranges import Range, range_of
-from keras_mp.diagnostics.diagnosis.results import results_through
+from keras_mp.diagnostics.one_batch import gradients_of, results_through
 from keras_mp.policies.layers import layer_path
 
 
@@ -21,14 +20,12 @@ class Output:
     Attributes:
         path: the layer's path; of an operation its name.
         operation: the layer or operation.
-        dtype: of the tensor.
         values: their range.
         gradient: the range of the loss's gradient by it; None if there is none.
     """
 
     path: str
     operation: Any
-    dtype: str
     values: Range
     gradient: Range | None
 
@@ -38,12 +35,10 @@ class Probe:
     """What one batch has shown.
 
     Attributes:
-        loss: the loss, times the scale.
         outputs: in the order in which they were computed.
         gradients: of each trainable variable by its path; None if there is none.
     """
 
-    loss: float
     outputs: tuple[Output, ...]
     gradients: dict[str, Range | None]
 
@@ -57,61 +52,37 @@ def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
         scale: what the loss is multiplied by before it is differentiated.
     """
     calls = _Calls()
-
-    def loss_of(batch: Any, see: See) -> Any:
-        x, y, weights = batch
-        with calls.shown_to(see):
-            outputs = _called(model, x)
-            loss = model._compute_loss(x, y, outputs, weights, training=True)
-        return ops.cast(loss, "float32") * scale
-
-    variables = model.trainable_variables
-    state = {id(v): v for v in [*model.variables, *model.metrics_variables]}
-    try:
-        found = differentiate(
-            loss_of,
-            keras.tree.map_structure(_tensor, batch),
-            variables,
-            list(state.values()),
-            compiled=model.jit_compile is not False and not model.run_eagerly,
-        )
-    finally:
-        model._clear_losses()
+    compiled = model.jit_compile is not False and not model.run_eagerly
+    found = gradients_of(model, batch, scale, calls.shown_to, compiled)
     outputs = zip(calls.made, found.seen, found.by_seen, strict=True)
-    gradients = zip(variables, found.by_variable, strict=True)
+    gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return Probe(
-        loss=float(found.loss),
         outputs=tuple(
-            Output(path, operation, dtype, range_of(values), _range(gradient))
-            for (path, operation, dtype), values, gradient in outputs
+            Output(path, operation, range_of(values), _range(gradient))
+            for (path, operation), values, gradient in outputs
         ),
         gradients={variable.path: _range(gradient) for variable, gradient in gradients},
     )
-
-
-def _tensor(x: Any) -> Any:
-    return None if x is None else ops.convert_to_tensor(x)
 
 
 def _range(array: Any) -> Range | None:
     return None if array is None else range_of(array)
 
 
-def _called(model: Any, x: Any) -> Any:
-    return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
 class _Calls:
-    """Who has returned what, in the order in which it was computed."""
+    """The tensors that layers and operations return, in the order of their calls."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[str, Any, str]] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.made: list[tuple[str, Any]] = []
         self._known: dict[int, Any] = {}
         self._times: dict[str, int] = {}
 
     @contextlib.contextmanager
     def shown_to(self, see: See) -> Iterator[None]:
-        self.__init__()  # type: ignore[misc]  # It may run more than once.
+        self._reset()  # The loss may be computed more than once.
         self._see = see
         with results_through(self._shown):
             yield
@@ -124,8 +95,7 @@ class _Calls:
         shown, known = self._see(x)
         if known:
             self._known[id(shown)] = shown
-            dtype = keras.backend.standardize_dtype(shown.dtype)
-            self.made.append((self._path(operation), operation, dtype))
+            self.made.append((self._path(operation), operation))
         return shown
 
     def _path(self, operation: Any) -> str:

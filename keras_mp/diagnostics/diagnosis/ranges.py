@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-LOWEST, HIGHEST = -150, 128  # Exponents beyond float32's: none is left out.
+LOWEST, HIGHEST = -150, 128  # Wider than float32's exponents, so that all count.
 _EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
 
 
@@ -51,10 +51,10 @@ class Range:
 
     Attributes:
         size: the number of elements.
-        zeros, nans, infinities: how many of them are that.
+        zeros, nans, infinities: how many elements are 0, nan and infinite.
         smallest, largest: of the magnitudes that are finite and not 0; 0 if none is.
-        counts: how many magnitudes have each exponent, from LOWEST to HIGHEST.
-        sums: the sums of the magnitudes that have it.
+        counts: the number of magnitudes of each exponent, from LOWEST to HIGHEST.
+        sums: the sum of the magnitudes of each exponent.
     """
 
     size: int
@@ -77,10 +77,15 @@ class Range:
             int(e): int(n) for e, n in zip(_EXPONENTS, self.counts, strict=True) if n
         }
 
+    @property
+    def shares(self) -> dict[int, float]:
+        """Exponent -> share of all elements, without those that do not occur."""
+        return {e: self._share(n) for e, n in self.histogram.items()}
+
     def overflowing(self, format: Format, scale: float = 1.0) -> float:
-        """The share of all elements that `format` cannot hold, times `scale`."""
+        """The share of all elements that, times `scale`, `format` cannot hold."""
         above = self.counts[_shifted(scale) > format.highest].sum()
-        # The exponent of the largest number is shared by numbers beyond it.
+        # Numbers above the largest one may have its exponent.
         above = max(above, int(self.largest * scale > format.largest))
         return self._share(above + self.nans + self.infinities)
 
@@ -93,12 +98,12 @@ class Range:
     def vanishing(self, format: Format, scale: float = 1.0) -> float:
         """The share of all elements that are not 0 and become 0 in `format`.
 
-        Those of an exponent one below the smallest number's round up to it.
+        Elements whose exponent is one below that of the smallest number round up to it.
         """
         return self._share(self.counts[_shifted(scale) < format.lowest - 1].sum())
 
     def lost(self, format: Format, scale: float = 1.0) -> float:
-        """The share of the sum of all magnitudes that vanishes with them."""
+        """The share of the sum of all magnitudes that becomes 0."""
         total = self.sums.sum()
         gone = self.sums[_shifted(scale) < format.lowest - 1].sum()
         return float(gone / total) if total else 0.0
@@ -106,7 +111,7 @@ class Range:
     def headroom(self, format: Format, scale: float = 1.0) -> tuple[int, int]:
         """Powers of two left above the largest element and below the smallest one.
 
-        Negative where an element is beyond; 0 and 0 of a range without magnitudes.
+        Negative if an element does not fit; 0 and 0 for a range without magnitudes.
         """
         if not self.largest:
             return 0, 0

@@ -1,20 +1,13 @@
-"""What `diagnose` has found, in words, tables and pictures."""
+"""What `diagnose` has found, in text, tables and pictures."""
 
 import dataclasses
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from keras_mp.diagnostics.diagnosis.ranges import FLOAT16, FORMATS, joined
-from keras_mp.diagnostics.diagnosis.verdict import (
-    LOST,
-    Measured,
-    Verdict,
-    power,
-    window_of,
-)
-from keras_mp.diagnostics.inspection.findings import Finding
+from keras_mp.diagnostics.diagnosis.outcome import Outcome
+from keras_mp.diagnostics.diagnosis.ranges import Range, joined
+from keras_mp.diagnostics.diagnosis.verdict import Measured, power
 from keras_mp.display import page
 from keras_mp.display.tables import Table
 
@@ -22,166 +15,8 @@ _ROWS = 12
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
-    """What one batch has shown; prints in words, with the tensors that are worst off.
-
-    Attributes:
-        model: the model's name.
-        policy: the mixed policy that it has, or "float32".
-        scale: the loss scale at which it was judged.
-        measured: the ranges of outputs, activation gradients and gradients in float32,
-            in the order in which they come about.
-        verdict: what they mean for float16.
-        broken_in_float32: what is the first not to be finite in float32, an output or a
-            part of the batch; or empty.
-        broken: the first that is not finite in half precision only; or empty.
-        epsilons: layers whose epsilon half precision turns into 0.
-        kept: the layers that should stay in float32.
-        cured: whether all is finite with these in float32; None if there are none.
-    """
-
-    model: str
-    policy: str
-    scale: float
-    measured: tuple[Measured, ...]
-    verdict: Verdict
-    broken_in_float32: str
-    broken: str
-    epsilons: tuple[Finding, ...]
-    kept: tuple[str, ...]
-    cured: bool | None
-
-    @property
-    def recommended(self) -> str:
-        """The half dtype that suits the model: float16 where all fits, for its bits."""
-        if self.verdict.fits or not self.verdict.bfloat16:
-            return "float16"
-        return "bfloat16"
-
-    @property
-    def line(self) -> str:
-        """The policy to paste, with the layers that should stay in float32."""
-        patterns = [re.escape(path) for path in self.kept]
-        return f"keras_mp.MixedFloat16(float32={patterns!r})" if patterns else ""
-
-    @property
-    def sentences(self) -> list[str]:
-        """The verdict in words, what comes about first standing first."""
-        if self.broken_in_float32:
-            # All the rest follows from it.
-            return [
-                f"{self.broken_in_float32} is the first that is not finite, in float32 "
-                "as well: precision is not the cause."
-            ]
-        return [*self._forward(), *self._backward(), *self._advice()]
-
-    def _forward(self) -> Iterator[str]:
-        if self.verdict.overflowing:
-            first, *others = self.verdict.overflowing
-            told = f": the first of {1 + len(others)} outputs that overflow"
-            yield (
-                f"{first.path} returns magnitudes of up to {first.range.largest:.3g}, "
-                f"and float16 ends at 65504{told if others else ''}."
-            )
-        elif self.broken:
-            yield (
-                f"{self.broken} is the first whose output is not finite in half "
-                "precision; in float32 it is, and small enough for float16."
-            )
-        for finding in self.epsilons:
-            yield f"{', '.join(finding.paths)}: {finding.sentence}"
-
-    def _backward(self) -> Iterator[str]:
-        verdict, window = self.verdict, self.verdict.window
-        if verdict.too_large:
-            first = verdict.too_large[0]
-            yield (
-                f"At the present loss scale, {self.scale:g}, the {first.kind} of "
-                f"{first.path} overflows first: it is up to {first.range.largest:.3g} "
-                "unscaled."
-            )
-        if verdict.too_small:
-            worst = max(verdict.too_small, key=self._lost)
-            count = len(verdict.too_small)
-            told = f"{count} gradients lose more than {LOST:.2%} of their magnitude; "
-            yield (
-                f"At the present loss scale, {self.scale:g}, "
-                f"{told if count > 1 else ''}the {worst.kind} of {worst.path} loses "
-                f"{self._lost(worst):.0%} of its magnitude."
-            )
-        holds = f"{self.scale:g}, {'is' if window.holds(self.scale) else 'is not'}"
-        if not verdict.outliers:
-            yield (
-                f"Every gradient fits into float16 at loss scales from {window}; the "
-                f"present one, {holds} among them."
-            )
-            return
-        told = ", ".join(f"{m.path} ({_fits_at(m)})" for m in verdict.outliers[:3])
-        if len(verdict.outliers) > 3:
-            told += f" and {len(verdict.outliers) - 3} more"
-        yield (
-            "There is no loss scale at which every gradient fits into float16: all but "
-            f"{told} fit at {window}. The present one, {holds} among these."
-        )
-
-    def _advice(self) -> Iterator[str]:
-        if self.verdict.fits:
-            yield "float16 suits this model: it has 3 bits more than bfloat16."
-        elif self.verdict.bfloat16:
-            yield (
-                "bfloat16 suits this model: its range is that of float32, and it needs "
-                "no loss scale. It has 3 bits less than float16."
-            )
-        else:
-            yield "Neither float16 nor bfloat16 holds all of it."
-        if self.line:
-            cured = "all outputs and gradients are" if self.cured else "not all is"
-            yield f"With these layers in float32 {cured} finite: {self.line}"
-            if not self.cured:
-                yield "keras_mp.find_float32_layers(model, (x, y)) finds what else."
-
-    def _lost(self, measured: Measured) -> float:
-        return measured.range.lost(FLOAT16, self.scale)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as JSON has them."""
-        window = self.verdict.window
-        return {
-            "model": self.model,
-            "policy": self.policy,
-            "loss_scale": self.scale,
-            "sentences": self.sentences,
-            "recommended": self.recommended,
-            "float32": list(self.kept),
-            "line": self.line,
-            "window": [window.lowest, window.highest] if window.is_open else None,
-            "tensors": [self._tensor(m) for m in self.measured],
-        }
-
-    def _tensor(self, measured: Measured) -> dict[str, Any]:
-        found = measured.range
-        scale = self.scale if measured.is_gradient else 1.0
-        return {
-            "path": measured.path,
-            "kind": measured.kind,
-            "half": measured.half,
-            "size": found.size,
-            "largest": found.largest,
-            "smallest": found.smallest,
-            "zero": found.zeros / found.size if found.size else 0.0,
-            "not_finite": found.nans + found.infinities,
-            **{
-                name: {
-                    "overflowing": found.overflowing(format, scale),
-                    "subnormal": found.subnormal(format, scale),
-                    "vanishing": found.vanishing(format, scale),
-                    "lost": found.lost(format, scale),
-                    "headroom": list(found.headroom(format, scale)),
-                }
-                for name, format in FORMATS.items()
-            },
-            "histogram": {str(e): n for e, n in found.histogram.items()},
-        }
+class Report(Outcome):
+    """What one batch has shown; prints as text, with the tensors that fit worst."""
 
     def _table(
         self, measured: Sequence[Measured], title: str = "", notes: Sequence[str] = ()
@@ -191,43 +26,36 @@ class Report:
 
     def _row(self, measured: Measured) -> tuple[str, ...]:
         found = measured.range
-        scale = self.scale if measured.is_gradient else 1.0
-        top, bottom = found.headroom(FLOAT16, scale)
+        above, below = measured.headroom(self.scale)
         return (
             measured.path,
             measured.kind.replace("activation ", "activation\n"),
             power(found.largest),
             power(found.smallest),
-            f"{found.lost(FLOAT16, scale):.0%}" if measured.is_gradient else "",
-            f"{top:+d} {bottom:+d}" if found.largest else "",
+            f"{measured.lost(self.scale):.0%}" if measured.is_gradient else "",
+            f"{above:+d} {below:+d}" if found.largest else "",
         )
 
     @property
     def worst(self) -> list[Measured]:
-        """The tensors in half precision that have least room, or are beyond it."""
-
-        def room(measured: Measured) -> float:
-            scale = self.scale if measured.is_gradient else 1.0
-            lost = measured.is_gradient and self._lost(measured) > LOST
-            return measured.range.headroom(FLOAT16, scale)[0] - 100 * lost
-
+        """The tensors in half precision that have the least room, or none."""
         half = [m for m in self.measured if m.half and m.range.largest]
-        return sorted(half, key=room)[:_ROWS]
+        return sorted(half, key=lambda m: m.room(self.scale))[:_ROWS]
 
     def _title(self) -> str:
         return f"{self.model}: {self.policy}, loss scale {self.scale:g}"
 
     def _legend(self) -> str:
         return (
-            f"The {len(self.worst)} of {len(self.measured)} tensors with least room. "
-            "Magnitudes are those of float32, unscaled; lost is what vanishes of a "
-            "gradient, and headroom the powers of two above the largest and below the "
-            "smallest, in float16 at the loss scale."
+            f"The {len(self.worst)} of {len(self.measured)} tensors with the least "
+            "room. Magnitudes are those of float32, unscaled; lost is the share of a "
+            "gradient that underflows to 0, and headroom the powers of two above the "
+            "largest and below the smallest, in float16 at the loss scale."
         )
 
     def __str__(self) -> str:
-        said = [*(f"- {sentence}" for sentence in self.sentences), "", self._legend()]
-        return self._table(self.worst, self._title(), said).text()
+        notes = [*(f"- {sentence}" for sentence in self.sentences), "", self._legend()]
+        return self._table(self.worst, self._title(), notes).text()
 
     __repr__ = __str__
 
@@ -240,12 +68,14 @@ class Report:
         """
         from keras_mp.display.plots import plot_gradients
 
-        gradients = joined(m.range for m in self.measured if m.kind == "gradient")
-        flowing = joined(
-            m.range for m in self.measured if m.kind == "activation gradient"
-        )
+        kinds = {"weights": "gradient", "activations": "activation gradient"}
+        found = {
+            name: joined(m.range for m in self.measured if m.kind == kind)
+            for name, kind in kinds.items()
+        }
         return plot_gradients(
-            {"weights": gradients, "activations": flowing}, self.scale
+            {_label(name, range): range.shares for name, range in found.items()},
+            self.scale,
         )
 
     def _repr_html_(self) -> str:
@@ -255,7 +85,7 @@ class Report:
             self._title(),
             page.items(self.sentences),
             page.drawn(self.plot),
-            self._table(self.worst, "Least room", [self._legend()]).html(),
+            self._table(self.worst, "The least room", [self._legend()]).html(),
             *(
                 page.folded(
                     f"All {found[0].kind}s ({len(found)})", self._table(found).html()
@@ -270,10 +100,8 @@ class Report:
         page.write(path, self._title(), self._repr_html_())
 
 
-def _fits_at(measured: Measured) -> str:
-    window = window_of(measured.range, FLOAT16)
-    if window.is_open:
-        return str(window)
-    if measured.range.overflowing(FLOAT16):
-        return "too large at any"
-    return "too wide or too small at any"
+def _label(name: str, found: Range) -> str:
+    size = found.size or 1
+    beyond = (found.nans + found.infinities) / size
+    not_finite = f", {beyond:.0%} are not finite" if beyond else ""
+    return f"by {name} ({found.zeros / size:.0%} are 0{not_finite})"

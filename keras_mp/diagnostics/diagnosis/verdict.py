@@ -1,18 +1,25 @@
-"""What ranges mean for float16 and bfloat16: what overflows, what vanishes, what to do.
+"""What ranges mean for float16 and bfloat16: what overflows, and what underflows.
 
-Pure: of ranges and names alone. Magnitudes are those of float32, where nothing is lost.
+Arithmetic on ranges alone. Magnitudes are those of float32, where nothing is lost.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from keras_mp.diagnostics.diagnosis.ranges import BFLOAT16, FLOAT16, Format, Range
+from keras_mp.diagnostics.diagnosis.ranges import (
+    BFLOAT16,
+    FLOAT16,
+    FORMATS,
+    Format,
+    Range,
+)
 
-# A gradient counts as lost where more than this share of the sum of its magnitudes
-# vanishes: less than float16 rounds away of each element.
+# A gradient counts as lost if a larger share of the sum of its magnitudes becomes 0.
+# Rounding to float16 changes each element by up to as much.
 LOST = 2.0**-11
-# Between these powers of two a dynamic loss scale moves by default.
+# A dynamic loss scale stays between these powers of two by default.
 LOWEST_SCALE, HIGHEST_SCALE = 0, 24
 
 
@@ -23,21 +30,62 @@ class Measured:
     Attributes:
         path: of the layer or variable.
         kind: "output", "activation gradient" or "gradient".
-        half: whether it is in half precision under the policy.
         range: with a loss scale of 1.
-        layer: the path of the layer that has it, as `float32=` takes it; empty if it
-            is a model's own or an operation's.
+        half: whether it is in half precision under the policy.
+        layer: the path of its layer, as `float32=` takes it; empty if it belongs to a
+            model or an operation.
     """
 
     path: str
     kind: str
-    half: bool
     range: Range
+    half: bool
     layer: str = ""
 
     @property
     def is_gradient(self) -> bool:
         return self.kind != "output"
+
+    def headroom(self, loss_scale: float) -> tuple[int, int]:
+        """See `Range.headroom`, in float16."""
+        return self.range.headroom(FLOAT16, self._scale(loss_scale))
+
+    def lost(self, loss_scale: float) -> float:
+        """The share of the sum of its magnitudes that becomes 0 in float16."""
+        return self.range.lost(FLOAT16, self._scale(loss_scale))
+
+    def room(self, loss_scale: float) -> float:
+        """How well it fits into float16: the less room, the worse."""
+        lost = self.is_gradient and self.lost(loss_scale) > LOST
+        return self.headroom(loss_scale)[0] - 100 * lost
+
+    def to_dict(self, loss_scale: float) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and numbers, for JSON."""
+        found, scale = self.range, self._scale(loss_scale)
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "half": self.half,
+            "size": found.size,
+            "largest": found.largest,
+            "smallest": found.smallest,
+            "zero": found.zeros / found.size if found.size else 0.0,
+            "not_finite": found.nans + found.infinities,
+            **{
+                name: {
+                    "overflowing": found.overflowing(format, scale),
+                    "subnormal": found.subnormal(format, scale),
+                    "vanishing": found.vanishing(format, scale),
+                    "lost": found.lost(format, scale),
+                    "headroom": list(found.headroom(format, scale)),
+                }
+                for name, format in FORMATS.items()
+            },
+            "histogram": {str(e): n for e, n in found.histogram.items()},
+        }
+
+    def _scale(self, loss_scale: float) -> float:
+        return loss_scale if self.is_gradient else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +112,7 @@ class Window:
 
 
 def window_of(range: Range, format: Format) -> Window:
-    """Where one gradient fits: lowest beyond highest if nowhere."""
+    """The loss scales at which one gradient fits; its `lowest` is larger if none is."""
     if not range.largest:
         return Window(LOWEST_SCALE, HIGHEST_SCALE)
     exponents = [*_powers()]
@@ -74,7 +122,7 @@ def window_of(range: Range, format: Format) -> Window:
 
 
 def common(windows: Sequence[Window]) -> Window:
-    """Where all of them are open."""
+    """The loss scales that are in each of these windows."""
     return Window(
         max((w.lowest for w in windows), default=LOWEST_SCALE),
         min((w.highest for w in windows), default=HIGHEST_SCALE),
@@ -83,15 +131,15 @@ def common(windows: Sequence[Window]) -> Window:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is the matter, in the order in which it comes about.
+    """What does not fit.
 
     Attributes:
         overflowing: outputs that pass the largest float16, in the order of the call.
-        window: the loss scales at which every gradient fits into float16, but for the
-            outliers.
+        window: the loss scales at which every gradient but the outliers fits into
+            float16.
         too_large, too_small: gradients that overflow, or are lost, at the present
             scale, in the order of the backward pass.
-        outliers: gradients for which no scale is left that suits the others.
+        outliers: gradients that do not fit at any scale of the window.
         bfloat16: whether all outputs and gradients, unscaled, fit into bfloat16.
     """
 

@@ -9,16 +9,16 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_mp.backends.differentiation import See, differentiate
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
-from keras_mp.diagnostics.diagnosis.results import results_through
+from keras_mp.diagnostics.one_batch import gradients_of, results_through
+from keras_mp.keras_seams import private
 
-# So many times is all rounded, each time at random.
+# How many times everything is rounded, each time at random.
 _ROUNDINGS = 3
-# What rounding changes by more than this has no value to agree with: the gradient by a
-# bias before a normalization is rounding errors in any dtype.
+# A quantity that rounding changes by more than this share is not compared: the gradient
+# by a bias before a normalization is nothing but rounding errors, in any dtype.
 _UNDETERMINED = 0.5
-# How far rounding to a half dtype moves a number, relative: the unit roundoff.
+# The unit roundoff: the largest relative change when a number is rounded.
 _ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -35,7 +35,7 @@ class Error(NamedTuple):
     Attributes:
         name: "output", "output 2", or the path of a variable.
         error: ||found - expected|| / ||expected||; inf if it is not finite.
-        allowed: up to where it counts as agreement.
+        allowed: the largest error that counts as agreement.
     """
 
     name: str
@@ -51,15 +51,14 @@ class Error(NamedTuple):
 class Agreement:
     """What float32 computes, and how far from it half precision may be.
 
-    Weights, and what layers return, are rounded in half precision. In float32, with
-    nothing but such roundings, at random, outputs and gradients change as well: no
-    layer is to blame for that much (Monte Carlo arithmetic; Parker 1997). An error of
-    `tolerance` times as much is allowed.
+    Half precision rounds weights and the outputs of layers. Such roundings alone, at
+    random in float32, change outputs and gradients, and no layer is to blame for that
+    (Monte Carlo arithmetic; Parker 1997). `tolerance` times that error is allowed.
 
     Attributes:
         expected: the quantities in float32.
-        rounding: what rounding changes of each, relative; None for what is 0, or
-            changed by more than half of itself.
+        rounding: the relative error of each from rounding alone; None if the quantity
+            is 0, or rounding changes it by more than half.
         tolerance: see above.
     """
 
@@ -69,18 +68,18 @@ class Agreement:
 
     @property
     def undetermined(self) -> list[str]:
-        """What cannot be judged, unless it is not finite."""
+        """The names of the quantities that are only checked for inf and nan."""
         pairs = zip(self.expected, self.rounding, strict=True)
         return [quantity.name for quantity, rounding in pairs if rounding is None]
 
     def errors(self, found: Sequence[Quantity]) -> list[Error]:
-        """The errors of all quantities, the worst first, by what is allowed."""
+        """The errors of all quantities, the largest relative to its limit first."""
         triples = zip(found, self.expected, self.rounding, strict=True)
         errors = [
             Error(
                 expected.name,
                 _error(quantity, expected),
-                # Whatever is finite will do.
+                # Every finite value is allowed.
                 float(np.finfo("float64").max)
                 if rounding is None
                 else self.tolerance * rounding,
@@ -97,7 +96,7 @@ def agreement(
     is_half: Callable[[Any], bool],
     tolerance: float,
 ) -> Agreement:
-    """Measures what float32 computes; all layers must have that policy.
+    """Measures what float32 computes; all layers must have the policy float32.
 
     Args:
         model: a compiled and built `keras.Model`.
@@ -135,7 +134,7 @@ def agreement(
 
 
 class _Rounding:
-    """Moves numbers as rounding does, x (1 + d) with |d| up to the roundoff."""
+    """Changes numbers as rounding does: x (1 + d), |d| being at most the roundoff."""
 
     def __init__(
         self, roundoff: float, is_half: Callable[[Any], bool], seed: int
@@ -155,9 +154,9 @@ class _Rounding:
     def of_weights(self, model: Any) -> Iterator[None]:
         weights = [
             variable
-            for layer in model._flatten_layers()
+            for layer in private.layers_in(model)
             if self._is_half(layer)
-            for variable in layer._trainable_variables
+            for variable in private.own_trainable(layer)
             if keras.backend.is_float_dtype(variable.dtype)
         ]
         before = [ops.convert_to_numpy(v) for v in weights]
@@ -182,41 +181,17 @@ def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity
         batch: inputs, targets and sample weights.
         scale: what the loss is multiplied by before it is differentiated.
     """
-
-    def loss_of(batch: Any, see: See) -> Any:
-        x, y, weights = batch
-        outputs = model(x, training=True) if model._call_has_training_arg else model(x)
-        outputs = keras.tree.map_structure(lambda t: see(t)[0], outputs)
-        loss = model._compute_loss(x, y, outputs, weights, training=True)
-        return ops.cast(loss, "float32") * scale
-
-    variables = model.trainable_variables
-    state = {id(v): v for v in [*model.variables, *model.metrics_variables]}
-    try:
-        with same_draws_in_every_dtype():
-            found = differentiate(
-                loss_of,
-                keras.tree.map_structure(_tensor, batch),
-                variables,
-                list(state.values()),
-                compiled=False,  # Each choice of layers would be compiled anew.
-            )
-    finally:
-        model._clear_losses()
-    gradients = zip(variables, found.by_variable, strict=True)
+    with same_draws_in_every_dtype():
+        # Not compiled: each choice of layers would be compiled anew.
+        found = gradients_of(model, batch, scale)
+    gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return [
-        *_named(found.seen),
+        *(
+            Quantity(f"output {number}" if number > 1 else "output", values)
+            for number, values in enumerate(found.seen, start=1)
+        ),
         *(Quantity(v.path, g / scale) for v, g in gradients if g is not None),
     ]
-
-
-def _named(outputs: Sequence[np.ndarray]) -> Iterator[Quantity]:
-    for number, values in enumerate(outputs, start=1):
-        yield Quantity("output" if number == 1 else f"output {number}", values)
-
-
-def _tensor(x: Any) -> Any:
-    return None if x is None else ops.convert_to_tensor(x)
 
 
 def _error(found: Quantity, expected: Quantity) -> float:

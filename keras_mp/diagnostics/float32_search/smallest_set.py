@@ -1,11 +1,12 @@
-"""The smallest set that will do, by few questions.
+"""The smallest set that is enough, found by few questions.
 
 QuickXplain of Junker, Preferred Explanations and Relaxations for Over-Constrained
-Problems, AAAI 2004. Where more of a set never does harm, a set of k out of n is found
-by about 2 k log2(n / k) + 2 k questions, and none of its members can be spared.
+Problems, AAAI 2004. If a larger set is never worse, it finds a set of k out of n by
+about 2 k log2(n / k) + 2 k questions, and none of its members can be left out.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 Member = TypeVar("Member")
@@ -13,21 +14,20 @@ Member = TypeVar("Member")
 
 def smallest_set(
     members: Sequence[Member],
-    holds: Callable[[Sequence[Member]], bool],
+    is_enough: Callable[[Sequence[Member]], bool],
     decided: Callable[[int], None] = lambda count: None,
 ) -> list[Member]:
-    """Finds a set for which `holds`, and for no part of which it does.
+    """Finds a set which is enough, and no part of which is.
 
     Args:
         members: what to choose from; earlier ones are preferred. All of them together
-            must hold.
-        holds: is a set enough?
-        decided: is told how many members are known to be in or out.
+            must be enough.
+        is_enough: is a set enough?
+        decided: is called with the number of members that are known to be in or out.
 
     Returns:
         The members of the set, in their order.
     """
-
     known = 0
 
     def know(more: int) -> None:
@@ -36,9 +36,9 @@ def smallest_set(
         decided(known)
 
     def search(
-        background: list[Member], tell: bool, pool: Sequence[Member]
+        background: list[Member], ask: bool, pool: Sequence[Member]
     ) -> list[Member]:
-        if tell and holds(background):
+        if ask and is_enough(background):
             know(len(pool))
             return []
         if len(pool) == 1:
@@ -50,7 +50,57 @@ def smallest_set(
         of_first = search(background + of_second, bool(of_second), first)
         return of_first + of_second
 
-    if not members or holds([]):
+    if not members or is_enough([]):
         know(len(members))
         return []
     return search([], False, members)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A layer that may be in float32, with all that it holds.
+
+    Attributes:
+        path: the layer's path.
+        parts: the units within it, some of which may be enough instead.
+    """
+
+    path: str
+    parts: tuple["Unit", ...]
+
+
+def smallest_units(
+    units: Sequence[Unit],
+    is_enough: Callable[[Iterable[Unit]], bool],
+    decided: Callable[[int], None],
+) -> list[Unit]:
+    """Finds a small set of units which is enough, of parts rather than of whole units.
+
+    Args:
+        units: all units, which are enough together.
+        is_enough: is a set of units enough?
+        decided: see `smallest_set`.
+    """
+    found = smallest_set(units, is_enough, decided)
+    if not is_enough(found):
+        found = list(units)  # A larger set was worse.
+    for unit in list(found):
+        without = [other for other in found if other != unit]
+        if is_enough(without):
+            found = without
+    waiting = list(found)
+    while waiting:
+        unit = waiting.pop()
+        others = [other for other in found if other != unit]
+
+        def is_enough_instead(
+            parts: Iterable[Unit], others: list[Unit] = others
+        ) -> bool:
+            return is_enough([*others, *parts])
+
+        if unit.parts and is_enough_instead(unit.parts):
+            parts = smallest_set(unit.parts, is_enough_instead)
+            if is_enough_instead(parts):
+                found = [*others, *parts]
+                waiting += parts
+    return found

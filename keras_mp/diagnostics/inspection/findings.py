@@ -1,4 +1,4 @@
-"""What can be said against a model's precision without running it."""
+"""What may go wrong with a model's precision, found without running it."""
 
 import dataclasses
 import re
@@ -8,10 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_mp.diagnostics.inspection.custom_code import casts_of, is_custom
-from keras_mp.diagnostics.inspection.long_sums import long_sums
-from keras_mp.diagnostics.inspection.lost_policies import lost_policies
-from keras_mp.diagnostics.inspection.widths import odd_widths
+from keras_mp.diagnostics.inspection.custom_layers import (
+    casts_of,
+    is_custom,
+    lost_policies,
+)
+from keras_mp.diagnostics.inspection.shapes import long_sums, odd_widths
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
@@ -28,8 +31,8 @@ class Finding:
     """Something to look at.
 
     Attributes:
-        paths: the layers that it is about.
-        sentence: what is the matter.
+        paths: of the layers that it is about.
+        sentence: what is wrong.
         remedy: what helps.
     """
 
@@ -47,12 +50,12 @@ class Finding:
 def findings_of(
     model: Any, computing: Sequence[Any], nodes: Sequence[Any]
 ) -> tuple[Finding, ...]:
-    """All findings; the layers about which the same is to be said stand together.
+    """All findings; layers with the same finding share one.
 
     Args:
         model: the model.
-        computing: its layers that compute, graphs left out.
-        nodes: the calls that its graph consists of.
+        computing: its layers that compute; graphs are left out.
+        nodes: the calls in its graph.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
@@ -84,11 +87,11 @@ def _filled_in(remedy: str, paths: list[str]) -> str:
 
 
 def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
-    # What a subclassed model returns is known only by a run.
+    # What a subclassed model returns is not known without a run.
     graph = graph_of(model) if is_graph(model) else None
     for tensor in graph.outputs if graph is not None else ():
         if tensor.dtype in HALF:
-            told = (
+            sentence = (
                 f"makes an output of the model in {tensor.dtype}: what the loss sees "
                 "is rounded."
             )
@@ -98,17 +101,17 @@ def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
                 if policy_of(maker).compute_dtype in HALF
             ]
             for maker in makers:
-                will_be_mended = decision_for(maker) and not model.compiled
+                compile_will = decision_for(maker) and not model.compiled
                 yield (
                     layer_path(maker),
-                    told,
+                    sentence,
                     "`compile` turns it to float32."
-                    if will_be_mended
+                    if compile_will
                     else 'Give the layer dtype="float32".',
                 )
             if not makers:
-                name = tensor._keras_history.operation.name
-                yield name, told, 'Cast it to "float32".'
+                operation, _ = private.origin(tensor)
+                yield operation.name, sentence, 'Cast it to "float32".'
 
 
 def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
@@ -131,7 +134,7 @@ def _hand_casts(layer: Any) -> Iterator[tuple[str, str, str]]:
     casts = casts_of(layer)
     computes_in = policy_of(layer).compute_dtype
     for dtype in sorted(casts.to):
-        # To float32 and back is how a layer protects itself, and a model its output.
+        # A layer may compute in float32 and cast back, a model may cast its output.
         if dtype == "float32" and (casts.back or isinstance(layer, keras.Model)):
             continue
         if dtype != computes_in:
@@ -147,10 +150,10 @@ def _epsilons(layer: Any) -> Iterator[tuple[str, str, str]]:
     if policy_of(layer).compute_dtype != "float16":
         return
     for epsilon in _epsilons_in_compute_dtype(layer):
-        if told := _too_small(epsilon):
+        if loss := _underflow(epsilon):
             yield (
                 layer_path(layer),
-                f"its epsilon {told}.",
+                f"its epsilon {loss}.",
                 'Give the layer dtype="float32", or keep it there: '
                 "keras_mp.MixedFloat16(float32=PATHS).",
             )
@@ -165,7 +168,7 @@ def _epsilons_in_compute_dtype(layer: Any) -> list[Any]:
     if isinstance(layer, layers.UnitNormalization) or (
         isinstance(layer, layers.Dot) and layer.normalize
     ):
-        return [1e-12]  # Keras has it as a literal.
+        return [1e-12]  # A literal in Keras.
     if isinstance(layer, layers.Normalization):
         return [keras.config.epsilon()]
     return []
@@ -174,17 +177,18 @@ def _epsilons_in_compute_dtype(layer: Any) -> list[Any]:
 def _optimizer_epsilon(model: Any) -> Iterator[tuple[str, str, str]]:
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    told = _too_small(getattr(optimizer, "epsilon", None))
-    if told and any(v.dtype == "float16" for v in model.trainable_variables):
+    loss = _underflow(getattr(optimizer, "epsilon", None))
+    if loss and any(v.dtype == "float16" for v in model.trainable_variables):
         yield (
             layer_path(model),
             f"the model has float16 weights, whose {type(optimizer).__name__} computes "
-            f"in float16: its epsilon {told}.",
+            f"in float16: its epsilon {loss}.",
             "Keep weights in float32: a mixed policy does.",
         )
 
 
-def _too_small(epsilon: Any) -> str:
+def _underflow(epsilon: Any) -> str:
+    """What float16 makes of an epsilon that underflows; empty for any other."""
     if not isinstance(epsilon, float) or not 0 < epsilon < _SMALLEST_NORMAL:
         return ""
     held = float(np.float16(epsilon))

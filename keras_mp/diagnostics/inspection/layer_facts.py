@@ -1,4 +1,4 @@
-"""What each layer of a model computes in, who decided that, and how large it is."""
+"""What each layer of a model computes in, what decided that, and its sizes."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import children_of, is_graph, layer_path, policy_of
 from keras_mp.policies.policy import HALF, chooser_of
@@ -17,21 +18,21 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class LayerFacts:
-    """One layer. Sizes are in bytes; None is what is not known without a run.
+    """One layer. Sizes are in bytes; what is not known without a run is None.
 
     Attributes:
         path: the path that the rules see.
         class_name: its class.
         compute_dtype: what it computes in; None for a Sequential or Functional model
             within the model, which leaves that to its layers.
-        variable_dtype: what its weights are kept in; None as above.
+        variable_dtype: the dtype of its weights; None as above.
         output_dtype: the dtype of its output in the graph, several joined by ", ".
-        decided_by: the rule that decided, or who did.
-        weight_bytes_float32: of its own weights, in float32.
-        weight_bytes: of its own weights, as they are kept.
-        half_copy_bytes: of the copies that a call makes in half precision.
-        output_bytes_float32: of its outputs for one example, under float32.
-        output_bytes: of its outputs for one example.
+        decided_by: what decided its policy, such as the name of a rule.
+        weight_bytes_float32: its own weights, in float32.
+        weight_bytes: its own weights, in their dtype.
+        half_copy_bytes: the copies that a call makes in half precision.
+        output_bytes_float32: its outputs for one example, in float32.
+        output_bytes: its outputs for one example, in their dtype.
     """
 
     path: str
@@ -48,10 +49,10 @@ class LayerFacts:
 
 
 def layers_of(model: Any) -> list[tuple[Any, Any]]:
-    """The layers of a model with what holds them, parents before children.
+    """The layers of a model, each with its parent; parents come before children.
 
-    Without Inputs. The model itself is among them, held by None, unless it is a graph
-    and computes nothing.
+    Without Inputs. The model itself comes first, with None, unless it is a graph and
+    computes nothing.
     """
     found = list(_walk(model, None, set()))
     return found[1:] if is_graph(model) else found
@@ -66,21 +67,21 @@ def _walk(layer: Any, parent: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
-    """The facts of one layer, given what holds it and its calls in a graph."""
-    shell = is_graph(layer)
+    """The facts of one layer, given its parent and its calls in a graph."""
+    graph = is_graph(layer)
     policy = policy_of(layer)
     outputs = [tensor for node in nodes for tensor in node.outputs]
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
-    weights = layer._trainable_variables + layer._non_trainable_variables
-    # A graph's outputs are those of its layers, and counted there.
-    counted = None if shell or not outputs else outputs
+    weights = private.own_trainable(layer) + private.own_non_trainable(layer)
+    # The outputs of a graph are counted at its layers.
+    counted = None if graph or not outputs else outputs
     return LayerFacts(
         path=layer_path(layer),
         class_name=type(layer).__name__,
-        compute_dtype=None if shell else policy.compute_dtype,
-        variable_dtype=None if shell else policy.variable_dtype,
+        compute_dtype=None if graph else policy.compute_dtype,
+        variable_dtype=None if graph else policy.variable_dtype,
         output_dtype=", ".join(dtypes) or None,
-        decided_by="its layers" if shell else _decided_by(layer, parent),
+        decided_by="its layers" if graph else _decided_by(layer, parent),
         weight_bytes_float32=_weight_bytes(layer, weights, "float32"),
         weight_bytes=_weight_bytes(layer, weights),
         half_copy_bytes=_weight_bytes(
@@ -111,7 +112,7 @@ def _is_copied(variable: Any, layer: Any) -> bool:
     return (
         dtype in HALF
         and layer.autocast
-        and variable._autocast
+        and private.is_autocast(variable)
         and variable.dtype in _BYTES
         and variable.dtype != dtype
     )
@@ -131,7 +132,7 @@ def _output_bytes(tensors: list[Any] | None, dtype: str = "") -> int | None:
 
 
 def _size(shape: Any, dtype: str, instead: str) -> int:
-    """The bytes of a tensor; if it holds floats, perhaps in another dtype instead."""
+    """The bytes of a tensor; of floats in the dtype `instead`, if there is one."""
     if dtype in _BYTES:
         each = _BYTES[instead or dtype]
     else:

@@ -1,13 +1,18 @@
 """Pictures of trainings and of ranges: the only folder that imports matplotlib.
 
+Without matplotlib an import of this folder is an error that names the pip line.
+
 Figures are built without `pyplot`, so that drawing one neither opens a window nor
 changes what a notebook or a script has set up for itself.
 """
 
-from keras_mp.display.plots.comparison import plot_comparison
-from keras_mp.display.plots.figures import save_png, svg_and_caption
-from keras_mp.display.plots.gradients import plot_gradients
-from keras_mp.display.plots.training import plot_training
+from keras_mp_cli.missing import needed
+
+with needed("Drawing", "matplotlib"):
+    from keras_mp.display.plots.comparison import plot_comparison
+    from keras_mp.display.plots.figures import save_png, svg_and_caption
+    from keras_mp.display.plots.gradients import plot_gradients
+    from keras_mp.display.plots.training import plot_training
 
 __all__ = [
     "plot_comparison",

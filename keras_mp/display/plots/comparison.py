@@ -10,14 +10,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from keras_mp.diagnostics.comparison.spread import Ratio, spread_of
 from keras_mp.display.plots.figures import Picture, our_style
 
-# Okabe and Ito's colours; with the lines and markers they are told apart without.
+# Okabe and Ito's colours; lines and markers differ too, for who sees no colours.
 _COLOURS = ("#56B4E9", "#D55E00", "#000000", "#009E73", "#CC79A7", "#E69F00")
 _COSTS = ("#009E73", "#CC79A7")
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"
+
+# The median over the seeds, the lowest and the highest; None if not measured.
+Ratio = tuple[float, float, float] | None
 
 
 @our_style
@@ -25,15 +27,17 @@ def plot_comparison(
     losses: Mapping[str, Sequence[Sequence[float]]],
     metric: str,
     finals: Mapping[str, Sequence[float]],
-    ratios: Mapping[str, Mapping[str, Ratio | None]],
+    spread: float | None,
+    ratios: Mapping[str, Mapping[str, Ratio]],
 ) -> Figure:
     """Draws the losses, a final metric, and time and memory of several policies.
 
     Args:
-        losses: policy -> of each seed the training loss of each epoch.
+        losses: policy -> for each seed, the training loss of each epoch.
         metric: the name of the metric.
         finals: policy -> the metric with each seed, the base first; nan for none.
-        ratios: what -> policy -> how many times that of the base; None for none.
+        spread: of the metric of the base over the seeds; None with one seed.
+        ratios: cost -> policy -> how many times that of the base.
 
     Returns:
         A figure of three panels with a caption, on an Agg canvas.
@@ -43,14 +47,14 @@ def plot_comparison(
     FigureCanvasAgg(figure)
     left, middle, right = figure.subplots(1, 3)
     _draw_losses(left, losses)
-    _draw_finals(middle, metric, finals)
+    _draw_finals(middle, metric, finals, spread)
     _draw_ratios(right, base, ratios)
     caption = (
-        "Left: one line for each training; those of a seed should lie on each other. "
-        "Middle: one point for each training, joined by seed, and their means; a mean "
-        f"off the band, which is the spread of {base} over the seeds, is further off "
-        f"than another seed would be. Right: below the dashed line is less than under "
-        f"{base}; the thin lines are the range over the seeds."
+        "Left: one line for each training; the lines of a seed should lie on each "
+        "other. Middle: one point for each training, joined by seed, and their means; "
+        f"the band is the spread of {base} over the seeds, and a mean outside it "
+        "differs by more than another seed would. Right: what is below the dashed line "
+        f"is less than under {base}; the thin lines are the range over the seeds."
     )
     figure.text(0.015, 0.03, textwrap.fill(caption, 185), fontsize=9.5, va="bottom")
     figure.tight_layout(rect=(0, 0.12, 1, 1), w_pad=3)
@@ -81,16 +85,18 @@ def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[Sequence[float]]]) ->
 
 
 def _draw_finals(
-    axes: Axes, metric: str, finals: Mapping[str, Sequence[float]]
+    axes: Axes,
+    metric: str,
+    finals: Mapping[str, Sequence[float]],
+    spread: float | None,
 ) -> None:
     means = {
         number: statistics.fmean(finite)
         for number, values in enumerate(finals.values())
         if (finite := [x for x in values if math.isfinite(x)])
     }
-    size = spread_of(next(iter(finals.values())))
-    if size is not None:
-        axes.axhspan(means[0] - size, means[0] + size, color="#F0E442", alpha=0.4)
+    if spread is not None:
+        axes.axhspan(means[0] - spread, means[0] + spread, color="#F0E442", alpha=0.4)
     for one_seed in zip(*finals.values(), strict=True):
         axes.plot(range(len(one_seed)), one_seed, color="#999999", linewidth=0.8)
     for number, values in enumerate(finals.values()):
@@ -109,21 +115,21 @@ def _draw_finals(
 
 
 def _draw_ratios(
-    axes: Axes, base: str, ratios: Mapping[str, Mapping[str, Ratio | None]]
+    axes: Axes, base: str, ratios: Mapping[str, Mapping[str, Ratio]]
 ) -> None:
     width = 0.8 / len(ratios)
-    for number, (what, found) in enumerate(ratios.items()):
+    for number, (cost, found) in enumerate(ratios.items()):
         left = (number - (len(ratios) - 1) / 2) * width
-        measured = {x + left: r for x, r in enumerate(found.values()) if r}
+        measured = {x + left: ratio for x, ratio in enumerate(found.values()) if ratio}
         axes.bar(
             list(measured),
-            [r.median for r in measured.values()],
+            [median for median, _, _ in measured.values()],
             width,
-            label=what if measured else f"{what}: not measured",
+            label=cost if measured else f"{cost}: not measured",
             color=_COSTS[number],
             yerr=[
-                [r.median - r.lowest for r in measured.values()],
-                [r.highest - r.median for r in measured.values()],
+                [median - lowest for median, lowest, _ in measured.values()],
+                [highest - median for median, _, highest in measured.values()],
             ],
             capsize=3,
         )
@@ -131,7 +137,7 @@ def _draw_ratios(
     _name(axes, list(next(iter(ratios.values()))))
     axes.set_title("Time and memory")
     axes.set_ylabel(f"times that of {base} (no unit)")
-    # Above the bars: their thin lines stay in sight.
+    # Room for the legend above the bars and their thin lines.
     axes.set_ylim(0, axes.get_ylim()[1] * 1.3)
     axes.legend(loc="upper left")
 

@@ -1,4 +1,4 @@
-"""What every figure has in common: its style, and the ways out of it."""
+"""What all figures share: their style, and how they are saved and shown."""
 
 import functools
 import io
@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 
 def our_style(plot: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Lets a function draw alike under whatever style the user has chosen.
+    """Lets a function draw the same under any style that the user has set.
 
-    Captions name colours, and sizes fit.
+    Captions name colours, and sizes are made to fit.
     """
 
     @functools.wraps(plot)
@@ -29,27 +29,26 @@ class Picture(Figure):
     """A figure that notebooks show, whether or not they have imported pyplot yet."""
 
     def draw(self, renderer: Any) -> None:
-        """Draws it in the style that it was made in: ticks are made only now."""
-        fonts = {"svg.fonttype": rcParams["svg.fonttype"]}  # `svg_and_caption` says.
+        """Draws it in our style too, as matplotlib makes the ticks only now."""
+        fonts = {"svg.fonttype": rcParams["svg.fonttype"]}  # Of `svg_and_caption`.
         with style.context(["default", fonts]):
             super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
-        self.savefig(out, format="png", dpi=80)  # As large as inline ones, or nearly.
+        self.savefig(out, format="png", dpi=80)  # About as large as inline figures.
         return out.getvalue()
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes `figure` to `path` as a PNG, whatever the name ends in."""
+    """Writes `figure` to `path` as a PNG, also if the name ends in something else."""
     figure.savefig(path, format="png")
 
 
 def svg_and_caption(figure: Figure) -> tuple[str, str]:
-    """What a page shows of `figure`: its SVG, and as a text its caption.
+    """The SVG of `figure` and, as text, its caption, which is removed from the figure.
 
-    In the picture, which it leaves, the caption would be as small as the window makes
-    all of it.
+    Within the SVG, the caption would become as small as the window makes the picture.
     """
     caption = " ".join(" ".join(t.get_text().split()) for t in figure.texts)
     for text in [*figure.texts]:
@@ -57,8 +56,8 @@ def svg_and_caption(figure: Figure) -> tuple[str, str]:
     figure.tight_layout()
     out = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context({"svg.fonttype": "none"}):  # Texts as texts, to be read and found.
+    with rc_context({"svg.fonttype": "none"}):  # As text, which can be searched.
         figure.savefig(out, format="svg", metadata=nothing)
     svg = "<svg" + out.getvalue().partition("<svg")[2]
-    # It is for `*`: within a page, for all that stands there.
+    # Its style is for `*`, and would apply to the whole page.
     return re.sub("<style.*?</style>", "", svg, flags=re.DOTALL), caption

@@ -9,18 +9,20 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from keras_mp.diagnostics.diagnosis.ranges import FLOAT16, Range
 from keras_mp.display.plots.figures import Picture, our_style
 
 _COLOURS = ("#0072B2", "#E69F00")  # Okabe and Ito's.
+# The exponents of float16's smallest, smallest normal, and largest number.
+_LOWEST, _NORMAL, _HIGHEST = -24, -14, 15
 
 
 @our_style
-def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
+def plot_gradients(shares: Mapping[str, Mapping[int, float]], scale: float) -> Figure:
     """Draws histograms of exponents, and what float16 holds of them.
 
     Args:
-        ranges: what the gradients are by -> their range, unscaled.
+        shares: label -> exponent e -> the share of the gradients, unscaled, whose
+            magnitudes are from 2^e to 2^(e+1).
         scale: the loss scale.
 
     Returns:
@@ -31,28 +33,24 @@ def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     shift = math.floor(math.log2(scale))
-    present = [e for r in ranges.values() for e in r.histogram]
-    low = min([*present, FLOAT16.lowest - shift]) - 3
-    high = max([*present, FLOAT16.highest - shift]) + 3
+    present = [exponent for share in shares.values() for exponent in share]
+    low = min([*present, _LOWEST - shift]) - 3
+    high = max([*present, _HIGHEST - shift]) + 3
     exponents = np.arange(low, high + 1)
-    width = 0.8 / max(len(ranges), 1)
-    bars = []
-    for index, (name, found) in enumerate(ranges.items()):
-        size = found.size or 1
-        beyond = (found.nans + found.infinities) / size
-        told = f", {beyond:.0%} are not finite" if beyond else ""
-        bars.append(
-            axes.bar(
-                exponents + (index - (len(ranges) - 1) / 2) * width,
-                [100 * found.histogram.get(int(e), 0) / size for e in exponents],
-                width,
-                zorder=2,
-                color=_COLOURS[index % len(_COLOURS)],
-                label=f"by {name} ({found.zeros / size:.0%} are 0{told})",
-            )
+    width = 0.8 / max(len(shares), 1)
+    bars = [
+        axes.bar(
+            exponents + (index - (len(shares) - 1) / 2) * width,
+            [100 * share.get(int(e), 0) for e in exponents],
+            width,
+            zorder=2,
+            color=_COLOURS[index % len(_COLOURS)],
+            label=label,
         )
-    lowest, normal = FLOAT16.lowest - shift - 1.5, FLOAT16.lowest_normal - shift - 0.5
-    highest = FLOAT16.highest - shift + 0.5
+        for index, (label, share) in enumerate(shares.items())
+    ]
+    lowest, normal = _LOWEST - shift - 1.5, _NORMAL - shift - 0.5
+    highest = _HIGHEST - shift + 0.5
     bands = [
         axes.axvspan(start, end, facecolor=colour, alpha=0.35, label=label)
         for start, end, colour, label in (
@@ -66,7 +64,7 @@ def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     axes.set_xlabel("exponent e of the gradient, unscaled: 2^e to 2^(e+1) (no unit)")
     axes.set_ylabel("share of the elements (%)")
-    # The legend stands between it and the bars, which may reach anywhere.
+    # The legend stands above the bars, which may reach anywhere.
     axes.set_title(f"Gradients in float16 at a loss scale of {scale:g}", pad=42)
     axes.legend(
         handles=[*bars, *bands],
@@ -79,8 +77,8 @@ def plot_gradients(ranges: Mapping[str, Range], scale: float) -> Figure:
     )
     caption = (
         "Gradients by their exponents, and what float16 holds of them at a loss scale "
-        f"of {scale:g} (2^{shift}): what stands left of the yellow band becomes 0, "
-        "what stands right of the white one overflows."
+        f"of {scale:g} (2^{shift}): what is left of the yellow band becomes 0, what is "
+        "right of the white band overflows."
     )
     figure.text(0.02, 0.02, textwrap.fill(caption, 90), fontsize=9, va="bottom")
     figure.tight_layout(rect=(0, 0.12, 1, 1))

@@ -11,8 +11,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from keras_mp.display.plots.figures import Picture, our_style
 
-# Broad to narrow, solid to dotted: curves that coincide can all be seen, and told
-# apart without colour. The colours are Okabe and Ito's.
+# Broad to narrow, solid to dotted: curves that coincide can all be seen and can be
+# distinguished without colour. The colours are Okabe and Ito's.
 _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#56B4E9", "linewidth": 6.0, "linestyle": "-", "alpha": 0.6},
     {"color": "#D55E00", "linewidth": 2.2, "linestyle": "-"},
@@ -45,7 +45,7 @@ def plot_training(
     left, right = figure.subplots(1, 2)
     _draw_losses(left, losses)
     _draw_scales(right, scales, skipped_steps)
-    caption = f"{_say_losses(losses)} {_say_scales(scales, skipped_steps)}"
+    caption = f"{_losses_text(losses)} {_scales_text(scales, skipped_steps)}"
     figure.text(0.015, 0.03, textwrap.fill(caption, 160), fontsize=9.5, va="bottom")
     figure.tight_layout(rect=(0, 0.1, 1, 1), w_pad=3)
     return figure
@@ -54,7 +54,7 @@ def plot_training(
 def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[float]]) -> None:
     for number, (name, loss) in enumerate(losses.items()):
         style = _STYLES[number % len(_STYLES)]
-        marker = "o" if len(loss) == 1 else ""  # a line through one point is nothing
+        marker = "o" if len(loss) == 1 else ""  # One point makes no line.
         epochs = range(1, len(loss) + 1)
         axes.plot(epochs, loss, label=name, marker=marker, **style)
     axes.set_title("Training loss under each policy")
@@ -74,7 +74,7 @@ def _draw_scales(
         steps, scales, color="#D55E00", drawstyle="steps-post", label="loss scale"
     )
     if skipped_steps:
-        # At the scale that overflowed: the one before the step, where that is known.
+        # At the scale before the step, which overflowed; the first is not known.
         at = [scales[max(step - 2, 0)] for step in skipped_steps]
         axes.plot(skipped_steps, at, "kx", label="skipped step")
         axes.legend()
@@ -83,14 +83,14 @@ def _draw_scales(
     axes.set_ylabel("loss scale (no unit, log2 axis)")
     axes.set_yscale("log", base=2)
     if scales:
-        # A scale that never moved would sit on an axis of no height.
+        # If the scale never moved, the axis would have no height.
         axes.set_ylim(min(scales) / 4, max(scales) * 4)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.7g}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.grid(alpha=0.3)
 
 
-def _say_losses(losses: Mapping[str, Sequence[float]]) -> str:
+def _losses_text(losses: Mapping[str, Sequence[float]]) -> str:
     last = [loss[-1] for loss in losses.values()]
     apart = (max(last) - min(last)) / max(last)
     return (
@@ -101,7 +101,7 @@ def _say_losses(losses: Mapping[str, Sequence[float]]) -> str:
     )
 
 
-def _say_scales(scales: Sequence[float], skipped_steps: Sequence[int]) -> str:
+def _scales_text(scales: Sequence[float], skipped_steps: Sequence[int]) -> str:
     if not scales:
         return "Right: no policy used a loss scale."
     pairs = zip(scales, scales[1:], strict=False)

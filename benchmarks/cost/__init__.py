@@ -1,0 +1,1 @@
+"""A training step with loss scaling over the same step without."""

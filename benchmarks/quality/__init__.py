@@ -1,0 +1,1 @@
+"""The results of trainings to the end under each policy."""

@@ -1,0 +1,1 @@
+"""What keras_mp costs outside of the optimizer's update."""

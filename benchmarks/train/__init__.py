@@ -1,0 +1,1 @@
+"""Speed and memory of whole training steps under each policy."""

@@ -1,0 +1,27 @@
+"""`keras-mp inspect`."""
+
+import sys
+
+import keras
+
+import keras_mp
+from keras_mp_cli.messages import fail, one_line
+
+
+def inspect(path: str) -> None:
+    """Prints what the layers of a model in a file compute in."""
+    load_model = keras.models.load_model
+    try:
+        model = load_model(path)
+    except Exception as with_optimizer:
+        # A loss or an optimizer of the user's own is no reason to show nothing.
+        try:
+            model = load_model(path, compile=False)
+        except Exception:
+            fail(f"cannot open the model {path!r}: {one_line(with_optimizer)}")
+        print(
+            f"keras-mp: opened without what it was compiled with: "
+            f"{one_line(with_optimizer)}",
+            file=sys.stderr,
+        )
+    print(keras_mp.inspect(model))

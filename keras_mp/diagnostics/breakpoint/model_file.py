@@ -1,0 +1,96 @@
+"""The file of a model, or of its weights alone if no file can hold the model."""
+
+import pathlib
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from keras_mp.errors import BreakpointError
+from keras_mp.loss_scaling.models import scale_optimizer
+from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+
+MODEL = "model.keras"
+WEIGHTS = "model.weights.h5"
+REMEDY = (
+    "`--script SCRIPT` names a script whose `build()` returns the compiled model, "
+    "under the same policy"
+)
+
+
+def save(model: Any, folder: pathlib.Path) -> str:
+    """Saves a model with its optimizer; returns the name of the file, in `folder`.
+
+    A model without a `get_config` cannot be saved, and one with a lambda, in a layer or
+    as its loss, cannot be opened: their weights alone are saved.
+    """
+    file = folder / MODEL
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*serialized includes a `lambda`")
+            model.save(file)
+        with zipfile.ZipFile(file) as archive:
+            if b'"__lambda__"' not in archive.read("config.json"):
+                return MODEL
+    except Exception:  # A `get_config` of the user's may raise anything.
+        pass  # On a full disk, `save_weights` raises too.
+    file.unlink(missing_ok=True)
+    model.save_weights(folder / WEIGHTS)
+    return WEIGHTS
+
+
+def load(
+    file: pathlib.Path,
+    data: Any,
+    build: Callable[[], Any] | None,
+    custom_objects: Mapping[str, Any] | None,
+) -> Any:
+    """Opens what `save` has written.
+
+    Args:
+        file: the file.
+        data: inputs, to build the model if `build` has not.
+        build: returns the compiled model; needed if the file holds weights alone.
+        custom_objects: name -> class or function of the user's that is not registered.
+
+    Raises:
+        BreakpointError: if that is not possible.
+    """
+    if file.name == MODEL:
+        model = _read(keras.models.load_model, file, custom_objects=custom_objects)
+    elif build is None:
+        raise BreakpointError(f"the breakpoint holds weights alone: {REMEDY}")
+    else:
+        model = _built(build(), data)
+    if not isinstance(model.optimizer, LossScaleOptimizer):
+        raise BreakpointError(
+            f"the loss of the model must be scaled: {REMEDY}. Received: a model with "
+            f"the optimizer {model.optimizer!r}"
+        )
+    if file.name == WEIGHTS:
+        model.optimizer.build(model.trainable_variables)
+        _read(model.load_weights, file)
+    return model
+
+
+def _read(reader: Callable, file: pathlib.Path, **options: Any) -> Any:
+    try:
+        return reader(file, **options)
+    except Exception as error:  # Keras' readers may raise anything.
+        remedy = "classes of its own must be in the script that `--script` names"
+        raise BreakpointError(
+            f"cannot open {str(file)!r} ({remedy}): {error}"
+        ) from error
+
+
+def _built(model: Any, data: Any) -> Any:
+    if not (isinstance(model, keras.Model) and model.compiled):
+        raise BreakpointError(
+            f"`build()` must return a keras.Model that is compiled. Received: {model!r}"
+        )
+    if not model.built:
+        model(data)
+    scale_optimizer(model)  # Its layers are known only now.
+    return model

@@ -1,0 +1,212 @@
+"""What `compare` has found, in text, a table and pictures."""
+
+import dataclasses
+import math
+import os
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from keras_mp.backends import engine
+from keras_mp.diagnostics.comparison import spread
+from keras_mp.diagnostics.comparison.outcomes import Outcomes
+from keras_mp.diagnostics.comparison.spread import Difference, Ratio
+from keras_mp.display import page
+from keras_mp.display.tables import Table, in_bytes
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Outcomes):
+    """Trainings that differ in policy and seed; prints as text, with a table."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """What differs in the metrics, what it costs, and the notes."""
+        base, *others = self.policies
+        sentences = [*self._diverged(base)]
+        for policy in others:
+            sentences += self._diverged(policy)
+            if judged := list(self._judged(policy)):
+                sentences.append(f"{policy}: {'; '.join(judged)}.")
+        sentences.append(
+            _cost("Time per step", base, {p: self.time(p) for p in others})
+            or "Time per step was not measured: it takes more steps, or a second epoch."
+        )
+        sentences.append(
+            _cost("Peak memory", base, {p: self.memory(p) for p in others})
+            or f"Peak memory was not measured: {engine.why_no_memory}."
+        )
+        for policy in self.policies:
+            if skips := sum(t.skipped_steps or 0 for t in self.of(policy)):
+                sentences.append(f"{policy} skipped {skips} steps.")
+        return [*sentences, *self.notes]
+
+    def __str__(self) -> str:
+        lines = [
+            textwrap.fill(f"- {x}", 80, subsequent_indent="  ") for x in self.sentences
+        ]
+        return self._table("\n".join([self._title(), "", *lines])).text()
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and numbers, for JSON.
+
+        nan and infinity, which JSON lacks, are None.
+        """
+        return {"sentences": self.sentences, **super().to_dict()}
+
+    def plot(self) -> Any:
+        """Draws the training losses, a final metric, and time and memory.
+
+        The metric is the first that is not the loss, if there is one.
+
+        Returns:
+            A matplotlib figure.
+        """
+        from keras_mp.display.plots.comparison import plot_comparison
+
+        base, *others = self.policies
+        metric = next((m for m in self.metrics if m != "loss"), "loss")
+        return plot_comparison(
+            {p: [t.losses for t in self.of(p)] for p in self.policies},
+            metric,
+            {p: self.values(p, metric) for p in self.policies},
+            spread.spread_of(self.values(base, metric)),
+            {
+                "time per step": {p: self.time(p) for p in others},
+                "peak memory": {p: self.memory(p) for p in others},
+            },
+        )
+
+    def _repr_html_(self) -> str:
+        return page.cell(
+            self._title(),
+            page.items(self.sentences),
+            page.drawn(self.plot),
+            self._table().html(),
+        )
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one file that loads nothing from elsewhere."""
+        page.write(path, self._title(), self._repr_html_())
+
+    @property
+    def _seeds(self) -> str:
+        return f"{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"
+
+    def _title(self) -> str:
+        return (
+            f"{len(self.policies)} policies, {self._seeds}, "
+            f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}, on {self.backend}"
+        )
+
+    def _diverged(self, policy: str) -> Iterator[str]:
+        diverged = [t.diverged for t in self.of(policy) if t.diverged]
+        if diverged:
+            count = f"{len(diverged)} of {self._seeds}"
+            yield f"{policy} diverged with {count}: {diverged[0]}."
+
+    def _judged(self, policy: str) -> Iterator[str]:
+        """A policy's metrics as clauses, what differs most first."""
+        found = [(m, self.difference(policy, m)) for m in self.metrics]
+        over = f"the spread over {self._seeds}"
+        clauses = {
+            spread.BEYOND: "beyond {} ({})",
+            spread.UNCLEAR: (
+                "more than {} ({}), but not with each: more seeds would tell"
+            ),
+            spread.NO_SPREAD: "and one seed has no spread",
+        }
+        for verdict, clause in clauses.items():
+            for metric, d in found:
+                if d.verdict == verdict:
+                    judged = clause.format(over, _short(d.spread))
+                    yield f"{metric} is {_by(d)}, {judged}"
+        if within := _list(m for m, d in found if d.verdict == spread.WITHIN):
+            yield f"{within} within {over}"
+        if same := _list(m for m, d in found if d.verdict == spread.SAME):
+            yield f"{same} the same as under {self.policies[0]}"
+
+    def _table(self, title: str = "") -> Table:
+        """One row for each policy in each metric and cost."""
+        base = self.policies[0]
+        rows = [
+            (
+                what if policy == base else "",
+                policy,
+                value,
+                "" if policy == base else versus,
+            )
+            for what, cells in self._cells()
+            for policy, (value, versus) in zip(self.policies, cells, strict=True)
+        ]
+        return Table(
+            ("what", "policy", "mean ± spread", f"against {base}"), rows, title
+        )
+
+    def _cells(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """A metric or cost, and two cells for each policy."""
+        for metric in self.metrics:
+            yield metric, [self._metric(p, metric) for p in self.policies]
+        if any(t.diverged for t in self.trainings):
+            counts = [sum(bool(t.diverged) for t in self.of(p)) for p in self.policies]
+            yield "diverged", [(f"{count} of {self._seeds}", "") for count in counts]
+        yield "time per step", [self._time(p) for p in self.policies]
+        yield "peak memory", [self._memory(p) for p in self.policies]
+        yield "skipped steps", [(self._skips(p), "") for p in self.policies]
+
+    def _metric(self, policy: str, metric: str) -> tuple[str, str]:
+        difference = self.difference(policy, metric)
+        alone = difference.verdict in (spread.SAME, spread.NOTHING)
+        sign = "+" if difference.mean > 0 else ""
+        by = "" if alone else f"{sign}{_short(difference.mean)}, "
+        return _mean_and_spread(self.values(policy, metric)), by + difference.verdict
+
+    def _time(self, policy: str) -> tuple[str, str]:
+        seconds = [t.seconds_per_step for t in self.of(policy)]
+        mean = _mean_and_spread([1000 * x for x in seconds if x])
+        return f"{mean} ms" if mean else "not measured", str(self.time(policy) or "")
+
+    def _memory(self, policy: str) -> tuple[str, str]:
+        peaks = [t.peak_memory for t in self.of(policy) if t.peak_memory is not None]
+        mean = in_bytes(round(statistics.fmean(peaks))) if peaks else "not measured"
+        return mean, str(self.memory(policy) or "")
+
+    def _skips(self, policy: str) -> str:
+        skips = [
+            t.skipped_steps for t in self.of(policy) if t.skipped_steps is not None
+        ]
+        if not skips:
+            return "no loss scale"
+        low, high = min(skips), max(skips)
+        return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _cost(what: str, base: str, ratios: dict[str, Ratio | None]) -> str:
+    each = ", ".join(f"{policy} {ratio}" for policy, ratio in ratios.items() if ratio)
+    return f"{what}, in that of {base}: {each}." if each else ""
+
+
+def _mean_and_spread(values: Sequence[float]) -> str:
+    finite = [x for x in values if math.isfinite(x)]
+    if not finite:
+        return ""
+    mean, size = f"{statistics.fmean(finite):.4g}", spread.spread_of(finite)
+    return mean if size is None else f"{mean} ± {_short(size)}"
+
+
+def _by(difference: Difference) -> str:
+    direction = "higher" if difference.mean > 0 else "lower"
+    return f"{_short(abs(difference.mean))} {direction}"
+
+
+def _short(x: float | None) -> str:
+    """Two digits: 0.0012, 120."""
+    return "" if x is None else f"{float(f'{x:.2g}'):g}"
+
+
+def _list(names: Iterable[str]) -> str:
+    *more, last = [*names] or [""]
+    return f"{', '.join(more)} and {last} are" if more else f"{last} is" if last else ""

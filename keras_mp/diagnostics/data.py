@@ -1,0 +1,137 @@
+"""The data of a user: for several trainings, or one batch of it."""
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+_KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has only the last.
+
+
+class TrainingData:
+    """Data that `fit` and `evaluate` can be given any number of times.
+
+    Args:
+        name: of the argument, for errors.
+        given: a tuple `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
+            argument, or a function that returns one of these.
+        batch_size: of arrays.
+
+    Raises:
+        TypeError: if `given` is no data, or is an iterator, which the first training
+            uses up.
+        ValueError: for a tuple of another length.
+    """
+
+    def __init__(self, name: str, given: Any, batch_size: int) -> None:
+        if isinstance(given, Iterator):
+            raise TypeError(
+                f"`{name}` must serve each training, and an iterator serves only one. "
+                f"Received: {name}={given!r}. Give a function that returns a new one."
+            )
+        if not callable(given):
+            what = "a dataset, or a function that returns one of these"
+            _check_kind(name, given, what)
+        self._name, self._given, self._batch_size = name, given, batch_size
+        if not callable(given):
+            self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments for `evaluate`; `fit` takes them too."""
+        data = self._data()
+        if isinstance(data, tuple):
+            if not 1 <= len(data) <= 3:
+                raise ValueError(
+                    f"`{self._name}` must be (x, y) or (x, y, sample_weight). "
+                    f"Received: a tuple of {len(data)}."
+                )
+            check_examples(self._name, data)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            arrays = {"x": x, "y": y, "sample_weight": sample_weight}
+            return {**arrays, "batch_size": self._batch_size}
+        if _is_array(data):
+            return {"x": data, "batch_size": self._batch_size}
+        return {"x": data}
+
+    def to_fit(self) -> dict[str, Any]:
+        """The arguments for `fit`, which shuffles by default."""
+        arguments = self.arguments()
+        is_dataset = isinstance(arguments["x"], keras.utils.PyDataset)
+        # Keras warns if it is asked to shuffle another kind of dataset.
+        return {**arguments, "shuffle": is_dataset or "batch_size" in arguments}
+
+    def first_batch(self) -> Any:
+        """One batch, as a train step gets it."""
+        data = self._data()
+        if not isinstance(data, tuple):
+            if not _is_array(data):
+                return next(iter(data))
+            data = (data,)
+        return keras.tree.map_structure(
+            lambda x: None if x is None else np.asarray(x[: self._batch_size]), data
+        )
+
+    def order(self) -> list[bytes]:
+        """The bytes of the first batch, to compare orders; empty for arrays.
+
+        Keras itself shuffles arrays, by the seed.
+        """
+        data = self._data()
+        if isinstance(data, tuple) or _is_array(data):
+            return []
+        parts = keras.tree.flatten(next(iter(data)))
+        return [
+            pickle.dumps(ops.convert_to_numpy(x))
+            for x in parts
+            if hasattr(x, "__array__")
+        ]
+
+    def _data(self) -> Any:
+        return self._given() if callable(self._given) else self._given
+
+
+def one_batch(name: str, given: Any) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and sample weights of one batch.
+
+    Args:
+        name: of the argument, for errors.
+        given: the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
+            whose first batch is taken.
+
+    Raises:
+        TypeError: if `given` is no data.
+        ValueError: if it holds no example.
+    """
+    _check_kind(name, given, "a dataset")
+    batch = given
+    if isinstance(given, keras.utils.PyDataset):
+        batch = given[0]
+    elif not (isinstance(given, (tuple, list)) or _is_array(given)):
+        batch = next(iter(given), None)
+    check_examples(name, batch)
+    return keras.utils.unpack_x_y_sample_weight(batch)
+
+
+def check_examples(name: str, batch: Any) -> None:
+    """Raises a ValueError if a batch has no example."""
+    shapes = [tuple(x.shape) for x in keras.tree.flatten(batch) if hasattr(x, "shape")]
+    if batch is None or any(shape[:1] == (0,) for shape in shapes):
+        received = f"arrays of shapes {shapes}" if shapes else "no batch"
+        raise ValueError(
+            f"`{name}` must hold at least one example. Received: {received}."
+        )
+
+
+def _check_kind(name: str, given: Any, what: str) -> None:
+    if isinstance(given, str) or not any(hasattr(given, x) for x in _KINDS):
+        raise TypeError(
+            f"`{name}` must be (x, y), (x, y, sample_weight), {what}. Received: "
+            f"{name}={given!r}."
+        )
+
+
+def _is_array(data: Any) -> bool:
+    return hasattr(data, "shape") or isinstance(data, dict | list)

@@ -1,0 +1,193 @@
+"""What `inspect` has found, as tables."""
+
+import dataclasses
+import re
+import textwrap
+from typing import Any
+
+from keras_mp.diagnostics.inspection.findings import Finding
+from keras_mp.diagnostics.inspection.layer_facts import LayerFacts
+from keras_mp.display.tables import Table, in_bytes
+
+_WIDTH = 80
+_GAP = 2
+_RULE_WIDTH = 19
+_SIZES = (
+    "weight_bytes_float32",
+    "weight_bytes",
+    "half_copy_bytes",
+    "output_bytes_float32",
+    "output_bytes",
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Inspection:
+    """What `inspect` has found; prints as a table.
+
+    Attributes:
+        model: the model's name.
+        layers: the facts of each layer, parents before children.
+        warnings: what to look at, each with paths, a sentence and a remedy.
+    """
+
+    model: str
+    layers: tuple[LayerFacts, ...]
+    warnings: tuple[Finding, ...]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The sums of all sizes that are known, in bytes."""
+        return {
+            name: sum(getattr(layer, name) or 0 for layer in self.layers)
+            for name in _SIZES
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and numbers, for JSON."""
+        return {
+            "model": self.model,
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "totals": self.totals,
+            "warnings": [
+                {**dataclasses.asdict(warning), "paths": list(warning.paths)}
+                for warning in self.warnings
+            ],
+        }
+
+    def __str__(self) -> str:
+        columns = (
+            "computes\nin",
+            "returns",
+            "decided by",
+            "weights\n+ copies",
+            "output\nin float32",
+        )
+        rows = [
+            (
+                layer.compute_dtype or "",
+                _returns(layer),
+                textwrap.fill(layer.decided_by, _RULE_WIDTH),
+                _weights(layer),
+                _outputs(layer),
+            )
+            for layer in self.layers
+        ]
+        # The paths, which are the longest, get the rest of the line.
+        taken = [
+            max(len(line) for cell in column for line in cell.split("\n"))
+            for column in zip(columns, *rows, strict=True)
+        ]
+        left = _WIDTH - sum(taken) - _GAP * len(taken)
+        names = [
+            "\n".join(
+                [
+                    *_folded(layer.path, left),
+                    *(f"  {part}" for part in _folded(layer.class_name, left - 2)),
+                ]
+            )
+            for layer in self.layers
+        ]
+        return Table(
+            ("layer", *columns),
+            [(name, *row) for name, row in zip(names, rows, strict=True)],
+            self._title(),
+            self._notes(),
+        ).text(_WIDTH)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                layer.path,
+                layer.class_name,
+                layer.compute_dtype or "",
+                layer.variable_dtype or "",
+                _known(layer.output_dtype),
+                layer.decided_by,
+                *(in_bytes(getattr(layer, name)) for name in _SIZES),
+            )
+            for layer in self.layers
+        ]
+        columns = (
+            "layer",
+            "class",
+            "computes in",
+            "variables",
+            "output",
+            "decided by",
+            "weights in float32",
+            "weights",
+            "half copies",
+            "output in float32",
+            "output, bytes",
+        )
+        return Table(columns, rows, self._title(), self._notes()).html()
+
+    def _title(self) -> str:
+        computing = [layer.compute_dtype for layer in self.layers]
+        counts = {dtype: computing.count(dtype) for dtype in computing if dtype}
+        text = ", ".join(f"{count} in {dtype}" for dtype, count in counts.items())
+        return f"{self.model}: {text or 'no layers'}"
+
+    def _notes(self) -> list[str]:
+        total = {name: in_bytes(size) for name, size in self.totals.items()}
+        text = f"Weights: {total['weight_bytes']}"
+        if self.totals["weight_bytes"] != self.totals["weight_bytes_float32"]:
+            text += f" ({total['weight_bytes_float32']} in float32)"
+        if self.totals["half_copy_bytes"]:
+            text += f", and {total['half_copy_bytes']} of copies in half precision"
+        if self.totals["output_bytes"]:
+            text += (
+                f". Outputs, for one example: {total['output_bytes']} "
+                f"({total['output_bytes_float32']} in float32)"
+            )
+        notes = [f"{text}."]
+        if any(_is_unknown(layer) for layer in self.layers):
+            notes.append("?: not known without a run, and not in the sums.")
+        if self.warnings:
+            notes += ["", "Look at:", *(f"- {warning}" for warning in self.warnings)]
+        return notes
+
+
+def _folded(name: str, width: int) -> list[str]:
+    """A long path or class name as several lines, broken where a word ends."""
+    lines = [""]
+    for part in re.findall(r".[^/_A-Z]*[/_]?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _returns(layer: LayerFacts) -> str:
+    return _known(layer.output_dtype) if layer.compute_dtype else ""
+
+
+def _weights(layer: LayerFacts) -> str:
+    if not layer.weight_bytes:
+        return "?" if layer.weight_bytes is None else ""
+    lines = [in_bytes(layer.weight_bytes)]
+    if layer.variable_dtype != "float32":
+        lines.append(str(layer.variable_dtype))
+    if layer.half_copy_bytes:
+        lines.append(f"+{in_bytes(layer.half_copy_bytes)}")
+    return "\n".join(lines)
+
+
+def _outputs(layer: LayerFacts) -> str:
+    if layer.compute_dtype is None:
+        return ""  # Those of its layers.
+    if layer.output_bytes == layer.output_bytes_float32:
+        return in_bytes(layer.output_bytes)
+    return f"{in_bytes(layer.output_bytes)}\n{in_bytes(layer.output_bytes_float32)}"
+
+
+def _is_unknown(layer: LayerFacts) -> bool:
+    is_graph = layer.compute_dtype is None
+    return layer.weight_bytes is None or (not is_graph and layer.output_bytes is None)
+
+
+def _known(text: str | None) -> str:
+    return "?" if text is None else text

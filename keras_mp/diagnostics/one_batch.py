@@ -1,0 +1,89 @@
+"""One batch through a model, forward and backward, which leaves the model as it was."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_mp.backends.differentiation import Gradients, See, differentiate
+from keras_mp.keras_seams import private
+from keras_mp.keras_seams.seams import calls_made_by
+from keras_mp.policies.layers import takes_training
+
+_TRAINING = {"training": True}
+
+
+def gradients_of(
+    model: Any,
+    batch: tuple[Any, Any, Any],
+    scale: float,
+    watch: Callable[[See], contextlib.AbstractContextManager[None]] | None = None,
+    compiled: bool = False,
+) -> Gradients:
+    """Differentiates the loss of one batch.
+
+    Args:
+        model: a compiled and built `keras.Model`.
+        batch: inputs, targets and sample weights.
+        scale: what the loss is multiplied by before it is differentiated.
+        watch: a context in which the loss is computed, given `see` of `differentiate`.
+            Without it the outputs of the model are seen.
+        compiled: whether to compile; only on JAX.
+    """
+
+    def loss_of(batch: Any, see: See) -> Any:
+        x, y, weights = batch
+        with watch(see) if watch else contextlib.nullcontext():
+            outputs = model(x, **_TRAINING if takes_training(model) else {})
+            if watch is None:
+                outputs = keras.tree.map_structure(lambda t: see(t)[0], outputs)
+            # A `compute_loss` of the user's need not take `training`.
+            parameters = inspect.signature(model.compute_loss).parameters
+            training = _TRAINING if "training" in parameters else {}
+            loss = model.compute_loss(x, y, outputs, weights, **training)
+        return ops.cast(loss, "float32") * scale
+
+    state = {id(v): v for v in [*model.variables, *model.metrics_variables]}
+    try:
+        return differentiate(
+            loss_of,
+            keras.tree.map_structure(_tensor, batch),
+            model.trainable_variables,
+            list(state.values()),
+            compiled=compiled,
+        )
+    finally:
+        private.clear_losses(model)
+
+
+@contextlib.contextmanager
+def results_through(pass_on: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Puts `pass_on(operation, x)` in the place of each x that an operation returns.
+
+    An operation is a layer or an operation of a graph. The cell of an RNN, which is
+    called at each step of a loop, is left alone.
+    """
+    within_loop = False
+
+    def make(operation: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+        nonlocal within_loop
+        if within_loop:
+            return call(*args, **kwargs)
+        within_loop = isinstance(operation, keras.layers.RNN)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            within_loop = False
+        passed = functools.partial(pass_on, operation)
+        return keras.tree.map_structure(passed, result)
+
+    with calls_made_by(make):
+        yield
+
+
+def _tensor(x: Any) -> Any:
+    return None if x is None else ops.convert_to_tensor(x)

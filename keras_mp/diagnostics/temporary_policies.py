@@ -1,0 +1,93 @@
+"""The layers of a model under other policies for a while."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from keras_mp.keras_seams import private
+from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.outputs import producers
+from keras_mp.policies.policy import FLOAT32, HALF, MixedFloat16
+from keras_mp.policies.symbolic import graph_of
+
+# What a layer remembers of its policy.
+_CHANGED = (private.DTYPE_POLICY, "_keras_mp_decision", "_keras_mp_chosen")
+
+# Layer -> its policy, or None for the one that it has.
+Choice = Callable[[Any], keras.DTypePolicy | None]
+
+
+@contextlib.contextmanager
+def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
+    """Lets the layers of a model compute under other policies for a while."""
+    layers = private.layers_in(model)
+    before = [
+        (vars(x), {k: vars(x)[k] for k in _CHANGED if k in vars(x)}) for x in layers
+    ]
+    try:
+        for layer, policy in [(x, choose(x)) for x in layers]:
+            if policy is not None and layer.quantization_mode is None:
+                # The public setter would write into a map that other layers share.
+                private.set_policy(layer, policy)
+                # Its next call is not taken for the first under this policy.
+                vars(layer)["_keras_mp_chosen"] = policy
+        yield
+    finally:
+        for attributes, values in before:
+            for name in _CHANGED:
+                attributes.pop(name, None)
+            attributes.update(values)
+
+
+def computes_in_half(layer: Any) -> bool:
+    return policy_of(layer).compute_dtype in HALF
+
+
+def layers_in_half(model: Any) -> set[int]:
+    """The ids of the layers of a model that compute in half precision."""
+    return {id(x) for x in private.layers_in(model) if computes_in_half(x)}
+
+
+def is_in_half(operation: Any, half: set[int]) -> bool:
+    """Does a layer, or an operation of a graph, compute in half precision?
+
+    An operation of a graph computes in the dtype of its inputs.
+    """
+    return id(operation) in half or not isinstance(operation, keras.layers.Layer)
+
+
+def policy_name(model: Any) -> str:
+    dtypes = [policy_of(layer).compute_dtype for layer in private.layers_in(model)]
+    return next((f"mixed_{dtype}" for dtype in HALF if dtype in dtypes), "float32")
+
+
+def half_policies(model: Any) -> Choice:
+    """The policies of a model's layers in half precision: its own, or float16's."""
+    if layers_in_half(model):
+        return lambda layer: None
+    policy = MixedFloat16()
+    graph = graph_of(model) if is_graph(model) else None
+    kept = [p for t in (graph.outputs if graph else ()) for p in producers(t)]
+    kept += [x for x in private.layers_in(model) if policy.decide(x).includes_children]
+    within = {id(part) for layer in kept for part in private.layers_in(layer)}
+    half = keras.DTypePolicy(policy.name)
+    return lambda layer: FLOAT32 if id(layer) in within else half
+
+
+def in_float32(layer: Any) -> keras.DTypePolicy:
+    """Chooses float32 for every layer."""
+    return FLOAT32
+
+
+def with_float32(choose: Choice, paths: Sequence[str]) -> Choice:
+    """The same choice, with the layers at these paths, and within them, in float32."""
+    patterns = [re.compile(f"{re.escape(path)}(/.*)?") for path in paths]
+
+    def chosen(layer: Any) -> Any:
+        path = layer_path(layer)
+        return FLOAT32 if any(p.fullmatch(path) for p in patterns) else choose(layer)
+
+    return chosen

@@ -1,0 +1,198 @@
+"""The arguments of every command."""
+
+import argparse
+import importlib.metadata
+import os
+from typing import Any
+
+from keras_mp_cli.missing import BACKENDS
+
+POLICIES = ("auto", "mixed_float16", "mixed_bfloat16", "float32")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser. `command` is what the user asked for, the rest are its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="keras-mp",
+        description="Mixed precision for Keras 3.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"keras-mp {_version()}")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
+    for add in (_demo, _compare, _doctor, _inspect, _replay, _run):
+        add(commands)
+    return parser
+
+
+def _demo(commands: Any) -> None:
+    command = commands.add_parser(
+        "demo",
+        allow_abbrev=False,
+        help="train a small network under three policies and compare them",
+        description="Trains a small convolutional network on scikit-learn's "
+        "handwritten digits under float32, mixed_float16 and mixed_bfloat16, prints "
+        "a table and draws the loss and the loss scale over time.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_backend(command)
+    _add_number(command, "--epochs", 12, "epochs under each policy")
+    command.add_argument(
+        "--out",
+        type=_file_to_write,
+        default="keras_mp_demo.png",
+        metavar="PATH",
+        help="where to write the picture",
+    )
+
+
+def _compare(commands: Any) -> None:
+    command = commands.add_parser(
+        "compare",
+        allow_abbrev=False,
+        help="train what a script defines under several policies, and compare",
+        description="Imports a script that defines build(), which returns a compiled "
+        "model, and data(), which returns (train, validation). Trains under each "
+        "policy from the same weights with the same batches, and prints what differs: "
+        "metrics, time, memory, skipped steps.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_backend(command)
+    command.add_argument(
+        "--policies",
+        type=lambda text: text.split(","),
+        default="float32,mixed_float16,mixed_bfloat16",
+        metavar="A,B,...",
+        help="the policies; the others are compared with the first",
+    )
+    _add_number(command, "--seeds", 3, "trainings under each policy")
+    _add_number(command, "--epochs", 1, "epochs of each training")
+    _add_number(command, "--batch-size", 32, "the batch size, where data are arrays")
+    command.add_argument(
+        "--out",
+        type=_file_to_write,
+        default=argparse.SUPPRESS,
+        metavar="PATH",
+        help="where to write the comparison as HTML, with a picture",
+    )
+    command.add_argument("script", metavar="SCRIPT", help="a Python file")
+
+
+def _doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="print what hardware is here, what is fast on it, which policy suits it",
+        description="Prints the backend, its devices and the driver, times matrix "
+        "products in float32, float16 and bfloat16 for a second, and says which "
+        "policy `auto` picks, why, and what is missing.",
+    )
+    _add_backend(command)
+
+
+def _inspect(commands: Any) -> None:
+    command = commands.add_parser(
+        "inspect",
+        allow_abbrev=False,
+        help="print what the layers of a saved model compute in, and why",
+        description="Opens a saved Keras model and prints what every layer computes "
+        "in and returns, what decided that, how large the layer is, and warnings. "
+        "The model is not run.",
+    )
+    _add_backend(command)
+    command.add_argument("model", metavar="MODEL", help="a .keras or .h5 file")
+
+
+def _replay(commands: Any) -> None:
+    command = commands.add_parser(
+        "replay",
+        allow_abbrev=False,
+        help="repeat a step that overflowed and was saved by OverflowBreakpoint",
+        description="Opens what the callback OverflowBreakpoint saved and repeats the "
+        "step at the loss scale at which it overflowed. Prints whether it overflows "
+        "here too, and what keras_mp.diagnose finds. Runs on the backend on which the "
+        "step was saved, unless --backend names another.",
+    )
+    _add_backend(command)
+    command.add_argument(
+        "--script",
+        metavar="SCRIPT",
+        help="a script that defines the model's own classes; if only the weights "
+        "could be saved, also `build()`, which returns the compiled model. It is not "
+        "run as __main__",
+    )
+    command.add_argument("folder", metavar="FOLDER", help="the callback's folder")
+
+
+def _run(commands: Any) -> None:
+    command = commands.add_parser(
+        "run",
+        allow_abbrev=False,
+        help="run an unmodified Keras training script under a policy",
+        description="Runs a Keras training script as `python SCRIPT ARGS` would, and "
+        "sets the global policy as soon as the script has imported Keras. A policy "
+        "that the script sets itself wins. At the end, prints one line for each "
+        "optimizer on stderr: loss scale, steps, skipped steps.",
+    )
+    command.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="auto",
+        help="the policy; auto picks the one that suits the hardware (default: auto)",
+    )
+    command.add_argument("script", metavar="SCRIPT", help="the training script")
+    command.add_argument(
+        "args",
+        metavar="ARGS",
+        nargs=argparse.REMAINDER,
+        help="the script's own arguments: everything after SCRIPT",
+    )
+
+
+def _add_backend(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        # No default to show: it depends on what is installed.
+        default=argparse.SUPPRESS,
+        help="the Keras backend (default: KERAS_BACKEND, else the one in keras.json, "
+        "else the first that is installed)",
+    )
+
+
+def _add_number(
+    command: argparse.ArgumentParser, name: str, default: int, text: str
+) -> None:
+    command.add_argument(
+        name, type=_at_least_one, default=default, metavar="N", help=text
+    )
+
+
+def _at_least_one(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1. Received: {text}"
+        )
+    return number
+
+
+def _file_to_write(text: str) -> str:
+    # Checked now, not after two minutes of training.
+    folder = os.path.dirname(text) or "."
+    if not text or os.path.isdir(text) or not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(
+            f"must be a file in a folder that exists. Received: {text}"
+        )
+    return text
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("keras_mp")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,52 @@
+"""The backend that a command runs on, chosen before Keras is imported."""
+
+import contextlib
+import json
+import os
+
+from keras_mp_cli.messages import fail
+from keras_mp_cli.missing import BACKENDS, is_installed, missing_backend
+
+
+def choose_backend(asked: str | None, preferred: str | None = None) -> str:
+    """The backend asked for, by argument or KERAS_BACKEND, or one that is installed.
+
+    If nobody asked, that is the preferred one if it is installed, else the one in
+    Keras' own configuration file, else the first of jax, tensorflow and torch that is.
+    """
+    asked = asked or os.environ.get("KERAS_BACKEND")
+    if asked:
+        if asked not in BACKENDS:
+            fail(
+                f"the backend must be one of {', '.join(BACKENDS)}. "
+                f"Received: KERAS_BACKEND={asked}"
+            )
+        if not is_installed(asked):
+            raise missing_backend(asked)
+        return asked
+
+    for backend in (preferred, configured_backend(), *BACKENDS):
+        if backend in BACKENDS and is_installed(backend):
+            return backend
+    raise missing_backend(BACKENDS[0])
+
+
+def configured_backend() -> str | None:
+    """The backend in Keras' configuration file, read without importing Keras."""
+    folder = os.path.expanduser(os.environ.get("KERAS_HOME", "~/.keras"))
+    # Keras, too, goes on without a file that is missing or damaged.
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.path.join(folder, "keras.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        if isinstance(config, dict):
+            backend = config.get("backend")
+            return backend if isinstance(backend, str) else None
+    return None
+
+
+def backend_of_breakpoint(folder: str) -> str | None:
+    """The backend that a breakpoint was saved on; None if that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(os.path.join(folder, "breakpoint.json"), encoding="utf-8") as file:
+            return json.load(file).get("backend")
+    return None

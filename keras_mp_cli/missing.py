@@ -1,0 +1,95 @@
+"""One sentence for a package that is not installed, with the pip line that installs it.
+
+It stands here because `import keras_mp` needs it where Keras cannot be imported, and so
+does the command line before Keras is.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+BACKENDS = ("jax", "tensorflow", "torch")
+
+# Of each module: the name of its package, and what pip installs to get it.
+_PACKAGES = {
+    "matplotlib": ("matplotlib", '"keras_mp[plots]"'),
+    "rich": ("rich", "rich"),
+    "sklearn": ("scikit-learn", '"keras_mp[demo]"'),
+}
+
+
+class MissingPackageError(ModuleNotFoundError):
+    """A package is not installed. The message names the pip line."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def missing_package(purpose: str, module: str) -> MissingPackageError:
+    """The error for a package that something needs.
+
+    Args:
+        purpose: what needs it, as the start of a sentence: "Drawing".
+        module: the module that cannot be imported: "matplotlib".
+    """
+    package, installed_by = _PACKAGES[module]
+    return MissingPackageError(
+        f"{purpose} needs {package}: pip install {installed_by}", name=module
+    )
+
+
+def missing_backend(backend: str) -> MissingPackageError:
+    """The error for a backend that is chosen and not installed."""
+    for other in BACKENDS:
+        if is_installed(other):
+            return MissingPackageError(
+                f'The backend {backend} is not installed: pip install "keras_mp'
+                f'[{backend}]", or set KERAS_BACKEND={other}',
+                name=backend,
+            )
+    return MissingPackageError(
+        f"Keras needs a backend, and none of {', '.join(BACKENDS)} is installed: "
+        f'pip install "keras_mp[{BACKENDS[0]}]"',
+        name=backend,
+    )
+
+
+@contextlib.contextmanager
+def needed(purpose: str, module: str) -> Iterator[None]:
+    """Round imports of a package: where it is missing, the error names the pip line.
+
+    Example:
+        >>> with needed("Drawing", "matplotlib"):
+        ...     from matplotlib.figure import Figure
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if _package_of(error) != module:
+            raise
+        raise missing_package(purpose, module) from None
+
+
+@contextlib.contextmanager
+def needed_backend() -> Iterator[None]:
+    """Round the first import of Keras, which imports its backend."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = missing_backend_behind(error)
+        if missing is None:
+            raise
+        raise missing from None
+
+
+def missing_backend_behind(error: BaseException) -> MissingPackageError | None:
+    """The error to show for one of an import of Keras; None if its backend is there."""
+    backend = _package_of(error)
+    return missing_backend(backend) if backend in BACKENDS else None
+
+
+def _package_of(error: BaseException) -> str:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return (name or "").partition(".")[0]

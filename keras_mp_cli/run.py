@@ -1,0 +1,164 @@
+"""`keras-mp run`: a script under a policy, as `python SCRIPT ARGS` runs it."""
+
+import builtins
+import importlib
+import importlib.machinery
+import io
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras_mp_cli.messages import fail
+from keras_mp_cli.missing import (
+    BACKENDS,
+    is_installed,
+    missing_backend,
+    missing_backend_behind,
+)
+from keras_mp_cli.tracebacks import remove_our_frames
+
+
+class PolicyOnKerasImport:
+    """Sets the policy as soon as a script has imported Keras.
+
+    A script may choose its backend in its first lines and import Keras after that, so
+    Keras cannot be imported before the script runs. This finder stands in front of
+    Python's own finders and waits for `keras`. When Keras is imported, it imports
+    `keras_mp` and sets the policy, before the script's next line. Then it removes
+    itself.
+
+    If the script imports `keras_mp` itself, Keras is complete while `keras_mp` is still
+    being imported. So the finder waits for both:
+
+        keras is complete     -> import keras_mp (nothing happens if that is under way)
+        keras_mp is complete  -> set the policy, stop waiting
+
+    A failed import changes nothing: the script may catch it and try another backend.
+
+    Attributes:
+        done: whether the policy is set.
+        outcome: why not, as a line for the user.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.done = False
+        self.outcome = "the script never imported keras, so no policy was set"
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds `keras` and `keras_mp` where the other finders do, and nothing else."""
+        if name not in ("keras", "keras_mp"):
+            return None
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec: Any = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:  # a folder without __init__.py has none
+                    spec.loader = _LoaderThatReports(spec.loader, self)
+                return spec
+        return None
+
+    def loaded(self, name: str) -> None:
+        """Is called when the module of this name is imported completely."""
+        if name == "keras":
+            importlib.import_module("keras_mp")
+        elif not self.done:
+            importlib.import_module("keras_mp.cli.run").start(self.policy)
+            self.done = True
+            sys.meta_path.remove(self)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Is called when the import of the module of this name raised an error."""
+        missing = missing_backend_behind(error)
+        self.outcome = (
+            str(missing)
+            if missing is not None
+            else f"the import of {name} failed, so no policy was set"
+        )
+
+
+class _LoaderThatReports:
+    """A module's own loader, which tells the finder when the module is imported."""
+
+    def __init__(self, loader: Any, finder: PolicyOnKerasImport) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # From here on the module has its own loader again.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        try:
+            self._loader.exec_module(module)
+        except BaseException as error:
+            self._finder.failed(module.__name__, error)
+            raise
+        self._finder.loaded(module.__name__)
+
+
+def run(policy: str, script: str, args: Sequence[str]) -> None:
+    """Runs a Keras script under a policy, as `python SCRIPT ARGS` would without it.
+
+    The exit status, and an exception, go on to the caller; the exception's traceback
+    is printed by then.
+    """
+    # As Python does in tracebacks and in __file__: absolute, not normalized.
+    path = os.path.join(os.getcwd(), script)
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        fail(f"cannot read the script {script!r}: {error.strerror}")
+    if not any(map(is_installed, BACKENDS)):
+        fail(str(missing_backend(BACKENDS[0])))
+
+    hook = PolicyOnKerasImport(policy)
+    sys.meta_path.insert(0, hook)
+    sys.argv = [script, *args]
+    if not sys.flags.safe_path:  # under `python -P` no folder was put there
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+
+    # A module of its own, which stays: pickle and multiprocessing look names up in
+    # sys.modules["__main__"], at exit too.
+    module = types.ModuleType("__main__")
+    module.__dict__.update(
+        __file__=path,
+        __builtins__=builtins,
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+    )
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        remove_our_frames(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        # It goes on to the interpreter, which knows the right exit status (an
+        # interrupted process ends by its signal), but must not print it again.
+        sys.excepthook = lambda *_: None
+        raise
+    finally:
+        for line in _report(hook):
+            print(f"keras-mp: {line}", file=sys.stderr)
+
+
+def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
+    """The lines to print when the script has ended."""
+    if not hook.done:
+        yield hook.outcome
+        return
+    # Whatever the script has done to the summary, its own exit status counts.
+    try:
+        lines = importlib.import_module("keras_mp.cli.run").summary()
+    except Exception as error:
+        lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
+    yield from lines or ["the script compiled no model with an optimizer"]

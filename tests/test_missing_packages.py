@@ -1,0 +1,153 @@
+"""What is not installed is named in one sentence, with the pip line."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from backends import BACKEND
+from workplace import ROOT
+
+NO_BACKEND = (
+    "Keras needs a backend, and none of jax, tensorflow, torch is installed: "
+    'pip install "keras_mp[jax]"'
+)
+DRAWING = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+
+DIAGNOSED = """
+    import numpy as np, keras, keras_mp
+    x = np.ones((4, 3), "float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    report = keras_mp.diagnose(model, x, x[:, :1])
+"""
+COMPARED = """
+    from keras_mp.diagnostics.comparison.comparison import Comparison
+    comparison = object.__new__(Comparison)
+"""
+
+
+def without(packages, program, *args, **variables):
+    """Runs a program in an interpreter that does not find the packages."""
+    lines = [line[4:] for line in program.splitlines() if line]
+    blocked = [f"import sys; sys.modules[{name!r}] = None" for name in packages]
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join([*blocked, *lines]), *args],
+        env={
+            **os.environ,
+            "KERAS_BACKEND": BACKEND,
+            "PYTHONPATH": str(ROOT),
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def error_of(done):
+    """The message of the one error that ended the program."""
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    kind, message = done.stderr.splitlines()[-1].split(": ", 1)
+    assert kind == "keras_mp_cli.missing.MissingPackageError"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "sentence"),
+    [
+        ("matplotlib", f"{DIAGNOSED}\n    report.plot()", DRAWING),
+        ("matplotlib", f"{COMPARED}\n    comparison.plot()", DRAWING),
+        ("matplotlib", "    from keras_mp.display.plots import plot_training", DRAWING),
+        ("rich", "    import keras_mp", "keras_mp needs rich: pip install rich"),
+        (
+            "sklearn",
+            "    from keras_mp.cli.demo import demo\n    demo(epochs=1)",
+            'The demo needs scikit-learn: pip install "keras_mp[demo]"',
+        ),
+    ],
+)
+def test_a_missing_package_is_one_sentence(package, program, sentence):
+    assert error_of(without([package], program)) == sentence
+
+
+def test_an_error_within_an_installed_package_is_left_as_it_is():
+    """Here matplotlib is there, and something that it needs is not."""
+    done = without(["numpy.ma"], "    import keras_mp.display.plots")
+    assert "ModuleNotFoundError: import of numpy.ma halted" in done.stderr
+    assert "pip install" not in done.stderr
+
+
+BACKENDS = ["jax", "tensorflow", "torch"]
+
+
+def test_without_any_backend_the_import_is_one_sentence():
+    assert error_of(without(BACKENDS, "    import keras_mp")) == NO_BACKEND
+
+
+def test_without_its_backend_the_import_names_one_that_is_installed():
+    others = [b for b in BACKENDS if b != BACKEND]
+    done = without([BACKEND, others[1]], "    import keras_mp")
+    assert error_of(done) == (
+        f'The backend {BACKEND} is not installed: pip install "keras_mp[{BACKEND}]", '
+        f"or set KERAS_BACKEND={others[0]}"
+    )
+
+
+COMMAND = """
+    from keras_mp_cli import main
+    main(sys.argv[1:])
+"""
+
+
+def line_of(done):
+    """The one line of a command that ended with an error."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    # TensorFlow has more to say.
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("keras-mp: ")]
+    return line.removeprefix("keras-mp: error: ")
+
+
+@pytest.mark.parametrize(
+    ("packages", "backend", "sentence"),
+    [
+        (["rich"], BACKEND, "keras_mp needs rich: pip install rich"),
+        (
+            ["sklearn"],
+            BACKEND,
+            'The demo needs scikit-learn: pip install "keras_mp[demo]"',
+        ),
+        (BACKENDS, "", NO_BACKEND),
+        (BACKENDS, BACKEND, NO_BACKEND),
+    ],
+)
+def test_the_demo_without_what_it_needs_is_one_line_and_status_2(
+    packages, backend, sentence
+):
+    done = without(packages, COMMAND, "demo", KERAS_BACKEND=backend)
+    assert line_of(done) == sentence
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_script_without_any_backend_is_not_started(command, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('started')\nimport keras\n")
+    done = without(BACKENDS, COMMAND, command, str(script), KERAS_BACKEND="")
+    assert line_of(done) == NO_BACKEND
+
+
+def test_a_script_that_chooses_a_backend_that_is_missing_is_told_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\nos.environ['KERAS_BACKEND'] = {BACKEND!r}\n")
+    with script.open("a") as file:
+        file.write("import keras\n")
+    others = [b for b in BACKENDS if b != BACKEND]
+    done = without([BACKEND, others[1]], COMMAND, "run", str(script))
+    assert done.stderr.count("Traceback") == 1 and done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"keras-mp: The backend {BACKEND} is not installed: pip install "
+        f'"keras_mp[{BACKEND}]", or set KERAS_BACKEND={others[0]}'
+    )

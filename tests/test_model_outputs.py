@@ -1,0 +1,222 @@
+"""What the outermost call of a model returns is float32."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from products import products_of
+
+import keras_mp
+
+BACKEND = keras.backend.backend()
+X, Y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+
+@pytest.fixture(params=POLICIES)
+def half(request):
+    keras_mp.set_global_policy(request.param)
+    return POLICIES[request.param]
+
+
+def dtype_of(x):
+    return keras.backend.standardize_dtype(x.dtype)
+
+
+class Net(keras.Model):
+    """A subclassed model, which notes the dtype that its inner model returns."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = keras.Sequential([layers.Dense(3)])
+        self.head = layers.Dense(1)
+        self.seen = []
+
+    def call(self, x):
+        x = self.inner(x)
+        self.seen.append(dtype_of(x))
+        return {"y": self.head(x), "hidden": x, "count": ops.ones((2,), "int32")}
+
+
+def functional():
+    inputs = keras.Input((2,))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dense(3)(inputs)))
+
+
+def sequential():
+    return keras.Sequential([layers.Dense(3), layers.Dense(1)])
+
+
+GRAPHS = {"functional": functional, "sequential": sequential}
+
+
+def test_a_subclassed_model_returns_float32_and_its_inner_models_do_not(half):
+    model = Net()
+    outputs = model(X)
+    assert {k: dtype_of(v) for k, v in outputs.items()} == {
+        "y": "float32",
+        "hidden": "float32",
+        "count": "int32",
+    }
+    assert set(model.seen) == {half} and model.head.compute_dtype == half
+    assert model.predict(X, verbose=0)["y"].dtype == "float32"
+
+
+@pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
+def test_a_model_that_was_never_compiled_returns_float32(make, half):
+    model = make()
+    assert dtype_of(model(X)) == "float32"
+    assert model.predict(X, verbose=0).dtype == "float32"
+    assert {layer.compute_dtype for layer in model.layers[-2:]} == {half}
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="Keras: not on TensorFlow")
+def test_a_stateless_call_returns_float32(half):
+    model = Net()
+    model(X)
+    model.seen.clear()
+    variables = model.trainable_variables, model.non_trainable_variables
+    values = [[v.value for v in group] for group in variables]
+    outputs, _ = model.stateless_call(*values, ops.convert_to_tensor(X))
+    assert dtype_of(outputs["y"]) == "float32" and model.seen == [half]
+    assert dtype_of(model(X)["y"]) == "float32"  # And the call after it.
+
+
+def test_a_call_that_fails_leaves_the_next_one_outermost(half):
+    model = Net()
+    model(X)
+    with pytest.raises(Exception):  # noqa: B017 (each backend has its own)
+        model(np.ones((4, 5), "float32"))
+    assert dtype_of(model(X)["y"]) == "float32"
+
+
+def test_symbolic_calls_stay_as_they_are(half):
+    model = functional()
+    assert model(keras.Input((2,))).dtype == half
+    outer = keras.Model(model.input, layers.Dense(1)(model(model.input)))
+    assert outer.layers[1].output.dtype == half
+
+
+def test_what_is_computed_stays_half(half):
+    if (BACKEND, half) == ("torch", "float16"):
+        pytest.skip("Keras on torch multiplies float16 in float32 on CPUs")
+
+    class Regression(Net):
+        def call(self, x):
+            return super().call(x)["y"]
+
+    model = Regression()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    assert products_of(model, X, Y) == {half: 5}
+
+
+def test_a_mask_goes_on(half):
+    model = keras.Sequential([layers.Masking(), layers.Dense(2)])
+    outputs = model(np.zeros((1, 2, 2), "float32"))
+    mask = keras_mp.keras_seams.private.get_keras_mask(outputs)
+    assert ops.convert_to_numpy(mask).tolist() == [[False, False]]
+
+
+@pytest.mark.parametrize("way", ["argument", "attribute"])
+def test_a_subclassed_model_says_no_with_a_policy_of_keras(way):
+    keras_mp.set_global_policy("mixed_float16")
+    model = Net(**({"dtype": "mixed_float16"} if way == "argument" else {}))
+    if way == "attribute":
+        model.dtype_policy = "mixed_float16"
+    assert dtype_of(model(X)["y"]) == "float16"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_output_layer_of_a_graph_says_no_with_a_dtype_of_keras(compiled):
+    keras_mp.set_global_policy("mixed_float16")
+    inputs = keras.Input((2,))
+    hidden = layers.Dense(3)(inputs)
+    ours, users = layers.Dense(1), layers.Dense(1, dtype="mixed_float16")
+    model = keras.Model(inputs, [ours(hidden), users(hidden)])
+    if compiled:
+        model.compile("sgd", ["mse", "mse"])
+    assert [dtype_of(x) for x in model(X)] == ["float32", "float16"]
+
+
+def test_models_of_keras_own_policies_return_what_they_return_in_keras():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert dtype_of(functional()(X)) == dtype_of(Net()(X)["y"]) == "bfloat16"
+
+
+def test_a_converted_model_returns_float32_before_and_after():
+    model = Net()
+    model(X)
+    for policy in ("mixed_float16", "float32", "mixed_bfloat16"):
+        keras_mp.convert(model, policy)
+        assert dtype_of(model(X)["y"]) == "float32"
+
+
+# Outputs that are no heads --------------------------------------------------------
+
+
+class Block(layers.Layer):
+    """Of a transformer: layers, a norm, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.norm = layers.LayerNormalization()
+
+    def call(self, x):
+        return self.norm(x + self.attention(x, x))
+
+
+def gpt():
+    inputs = keras.Input((5,), dtype="int32")
+    x = Block()(layers.Embedding(7, 8)(inputs))
+    return keras.Model(inputs, [layers.Dense(7)(x), x])
+
+
+def test_a_block_that_is_an_output_stays_half_in_all_its_parts(half):
+    model = gpt()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss=[loss, None])
+    tokens = np.ones((2, 5), "int32")
+    model.fit(tokens, [tokens, tokens], verbose=0)
+    block, head = model.layers[2:]
+    own = keras_mp.keras_seams.private.layers_in(block)
+    assert {layer.compute_dtype for layer in own} == {half}
+    assert head.compute_dtype == "float32"
+    assert [dtype_of(x) for x in model(tokens)] == ["float32", "float32"]
+    assert [x.dtype for x in model.predict(tokens, verbose=0)] == ["float32"] * 2
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_an_output_that_no_loss_reads_stays_half(kind, half):
+    inputs = keras.Input((2,))
+    features = layers.Dense(3)(inputs)
+    outputs = {"y": layers.Dense(1)(features), "features": features}
+    loss = {"y": "mse"}
+    if kind is list:
+        outputs, loss = list(outputs.values()), ["mse", None]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", loss=loss)
+    assert [layer.compute_dtype for layer in model.layers[1:]] == [half, "float32"]
+    assert {dtype_of(x) for x in keras.tree.flatten(model(X))} == {"float32"}
+
+
+@pytest.mark.filterwarnings("ignore:The `native_serialization` parameter")
+def test_an_exported_model_returns_float32(half, tmp_path):
+    if BACKEND == "torch":
+        pytest.skip("Keras exports to SavedModel on JAX and TensorFlow")
+    tf = pytest.importorskip("tensorflow")
+
+    class Regression(Net):
+        def call(self, x):
+            return super().call(x)["y"]
+
+    model = Regression()
+    model(X)
+    model.export(str(tmp_path / "model"), verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "model"))
+    (signature,) = (
+        served.signatures["serving_default"].structured_input_signature[1].values()
+    )
+    x = tf.constant(X, signature.dtype)
+    assert served.serve(x).dtype == tf.float32

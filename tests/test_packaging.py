@@ -1,0 +1,85 @@
+"""What pip installs: every import is declared, and the wheel holds two packages."""
+
+import ast
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+from workplace import ROOT
+
+pytestmark = pytest.mark.once
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("keras_mp", "keras_mp_cli")
+# The names of packages whose modules are called otherwise.
+PACKAGE_OF = {"sklearn": "scikit-learn"}
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """The modules that a file imports, those inside functions as well."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+
+
+@pytest.fixture(scope="module")
+def imported():
+    found = set().union(
+        *(imports(path) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    )
+    third_party = found - sys.stdlib_module_names - set(PACKAGES)
+    return {PACKAGE_OF.get(name, name) for name in third_party}
+
+
+def test_every_import_is_a_dependency_or_an_extra(imported):
+    extras = PROJECT["optional-dependencies"]
+    required = names(PROJECT["dependencies"])
+    optional = set().union(
+        *(names(extras[e]) for e in ("jax", "tensorflow", "torch", "plots", "demo"))
+    )
+    assert imported <= required | optional
+    assert not required & optional
+
+
+def test_every_dependency_is_imported(imported):
+    assert names(PROJECT["dependencies"]) <= imported
+
+
+def test_the_wheel_holds_two_packages_with_their_types(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in (*PACKAGES, "benchmarks", "sweeps", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.png", "*.keras")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    program = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    files = {
+        str(path.relative_to(ROOT))
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
+    assert {name for name in held if ".dist-info/" not in name} == files
+    assert {f"{name}/py.typed" for name in PACKAGES} <= held
