@@ -174,3 +174,40 @@ def test_it_is_taken_out_with_the_rest():
     assert (ours is stock) == (BACKEND == "torch")  # Which needs nothing.
     assert inspect.signature(ours) == inspect.signature(stock)
     assert keras_backend.nn.dot_product_attention is not stock or ours is stock
+
+
+class LearnedScale(layers.Layer):
+    """Attention whose scale is a weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        x = ops.expand_dims(x, 2)
+        return ops.dot_product_attention(x, x, x, scale=self.scale.value)[:, :, 0]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="torch takes no tensor for a scale")
+def test_a_learned_scale_gets_its_gradient():
+    def gradient(policy):
+        inputs = keras.Input((4, 8))
+        outputs = LearnedScale(dtype=policy, name="attention")(inputs)
+        model = keras.Model(inputs, layers.Dense(1, kernel_initializer="ones")(outputs))
+        optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(1.0), 128.0)
+        model.compile(optimizer, "mse")
+        x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")
+        model.fit(x, np.zeros((2, 4, 1), "float32"), verbose=0)
+        return float(ops.convert_to_numpy(model.get_layer("attention").scale)) - 1
+
+    half, full = gradient("mixed_float16"), gradient("float32")
+    assert full != 0 and half == pytest.approx(full, rel=0.02)
+
+
+def test_arrays_and_lists_are_attended_as_in_keras():
+    x = np.ones((1, 2, 1, 4), "float16")
+    assert ops.dot_product_attention(x, x, x).shape == (1, 2, 1, 4)
+    lists = x.astype("float32").tolist()
+    assert np.array_equal(
+        ops.convert_to_numpy(ops.dot_product_attention(lists, lists, lists)),
+        np.ones((1, 2, 1, 4)),
+    )

@@ -44,8 +44,9 @@ def planted(fault):
     keras.utils.set_random_seed(0)
     made = [Residual(name=f"block_{i}") for i in range(4)]
     made.insert(2, fault(name="fault"))
-    if fault is Loud:
-        made.insert(3, layers.Rescaling(1e-6, name="quiet"))
+    if fault is not Loud:
+        return mixed(*made, policy=keras_mp.MixedFloat16())
+    made.insert(3, layers.Rescaling(1e-6, name="quiet"))
     return mixed(*made, policy=keras_mp.MixedFloat16(float32=[".*/quiet"]))
 
 

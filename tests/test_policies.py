@@ -577,3 +577,23 @@ def test_autocast_and_masks_are_left_as_keras_has_them(mixed_float16):
 
 def dtype_of(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def test_a_layer_that_forgot_super_gets_the_sentence_of_keras():
+    class Forgetful(layers.Layer):
+        def __init__(self):
+            pass
+
+        def call(self, x):
+            return x
+
+    with pytest.raises(RuntimeError, match="forgot to call `?super"):
+        Forgetful()(np.ones((1, 2), "float32"))
+
+
+@pytest.mark.parametrize(
+    ("short", "meant"), [("fp16", "mixed_float16"), ("bf16", "mixed_bfloat16")]
+)
+def test_a_short_name_of_a_policy_is_asked_back(short, meant):
+    with pytest.raises(ValueError, match=f"Received: .*Did you mean '{meant}'?"):
+        keras_mp.set_global_policy(short)

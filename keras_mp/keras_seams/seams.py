@@ -151,7 +151,9 @@ def _layer_call(original: Callable) -> Callable:
         # After a layer's first call this costs a few look-ups and no call, until the
         # user sets another policy.
         own = self.__dict__
-        chosen, policy = own.get("_keras_mp_chosen"), own[private.DTYPE_POLICY]
+        chosen, policy = own.get("_keras_mp_chosen"), own.get(private.DTYPE_POLICY)
+        if policy is None:  # Its `__init__` has not called Keras', which says so.
+            return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
         is_model = isinstance(self, keras.Model)
         if not first and not is_model:

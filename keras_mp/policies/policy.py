@@ -190,10 +190,21 @@ def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
             return keras.dtype_policies.get(name)
         except ValueError:
             pass  # Said below, with the names that are known.
+    meant = _SHORT_NAMES.get(name) if isinstance(name, str) else None
     raise ValueError(
         "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'auto', the "
         f"name of a float dtype, or a DTypePolicy. Received: policy={name!r}."
+        + (f" Did you mean {meant!r}?" if meant else "")
     )
+
+
+_SHORT_NAMES = {
+    "fp16": "mixed_float16",
+    "bf16": "mixed_bfloat16",
+    "fp32": "float32",
+    "mixed_fp16": "mixed_float16",
+    "mixed_bf16": "mixed_bfloat16",
+}
 
 
 def chooser_of(policy: Any) -> MixedPolicy | None:

@@ -46,7 +46,10 @@ def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
     choosers += [decision.chooser for decision in decisions]
     for policy in {id(chooser): chooser for chooser in choosers if chooser}.values():
         for pattern in policy.unmatched_patterns(layers):
-            paths = [layer_path(layer) for layer in layers[1:3]]
+            inner = [
+                x for x in layers[1:] if not isinstance(x, keras.layers.InputLayer)
+            ]
+            paths = [layer_path(layer) for layer in inner[:2]]
             yield (
                 layer_path(model),
                 f"has no layer that float32=[{pattern!r}] matches, nor had any model "

@@ -15,10 +15,10 @@ def _in_float16_only(repair: Callable) -> Callable[[Callable], Callable]:
     def wrap(original: Callable) -> Callable:
         @functools.wraps(original)
         def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
-            dtypes = (tensor.dtype for tensor in (query, key, value))
-            if keras.backend.result_type(*dtypes) != "float16":
+            tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
+            if keras.backend.result_type(*(x.dtype for x in tensors)) != "float16":
                 return original(query, key, value, **options)
-            return repair(original, query, key, value, **options)
+            return repair(original, *tensors, **options)
 
         return attention
 
@@ -43,6 +43,11 @@ def scaled_first() -> Callable[[Callable], Callable]:
     ) -> Any:
         if scale is None:
             scale = 1 / math.sqrt(key.shape[-1])
+        if ops.is_tensor(scale) or isinstance(
+            scale, keras.Variable
+        ):  # It may be learned.
+            wide = ops.multiply(ops.cast(query, "float32"), ops.cast(scale, "float32"))
+            return original(ops.cast(wide, "float16"), key, value, scale=1.0, **options)
         # The rest of the scale is 1 or more: no product is above its logit.
         mantissa, exponent = math.frexp(scale)
         query = ops.multiply(query, ops.cast(2.0 ** (exponent - 1), query.dtype))
