@@ -5,6 +5,7 @@ does the command line before Keras is.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
@@ -25,6 +26,14 @@ class MissingPackageError(ModuleNotFoundError):
 def is_installed(module: str) -> bool:
     """Whether a module can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+def version_of(package: str, otherwise: str = "(not installed)") -> str:
+    """The version of a package, or what to show if pip does not know it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
 
 
 def missing_package(purpose: str, module: str) -> MissingPackageError:

@@ -19,6 +19,9 @@ from keras_mp_cli.missing import (
 )
 from keras_mp_cli.tracebacks import remove_our_frames
 
+# Keeps the counters of every optimizer, and has a line for each at the end.
+_SUMMARY = "keras_mp.loss_scaling.summary"
+
 
 class PolicyOnKerasImport:
     """Sets the policy as soon as a script has imported Keras.
@@ -66,7 +69,8 @@ class PolicyOnKerasImport:
         if name == "keras":
             importlib.import_module("keras_mp")
         elif not self.done:
-            importlib.import_module("keras_mp.cli.run").start(self.policy)
+            importlib.import_module(_SUMMARY).start()
+            importlib.import_module("keras_mp").set_global_policy(self.policy)
             self.done = True
             sys.meta_path.remove(self)
 
@@ -158,7 +162,7 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
         return
     # Whatever the script has done to the summary, its own exit status counts.
     try:
-        lines = importlib.import_module("keras_mp.cli.run").summary()
+        lines = importlib.import_module(_SUMMARY).lines()
     except Exception as error:
         lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
     yield from lines or ["the script compiled no model with an optimizer"]

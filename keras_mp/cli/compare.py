@@ -14,7 +14,7 @@ def compare(
     script: str,
     module: types.ModuleType,
     backend: str | None,
-    out: str | None,
+    out: str | None = None,
     **options: Any,
 ) -> None:
     """Trains what a script defines under several policies, and prints what differs.

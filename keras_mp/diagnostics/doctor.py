@@ -1,6 +1,5 @@
 """`keras-mp doctor`: the devices, what they are fast in, and what `"auto"` picks."""
 
-import importlib.metadata
 import pathlib
 import platform
 import re
@@ -16,7 +15,7 @@ from keras import ops
 from keras_mp.backends import engine
 from keras_mp.display.tables import Table
 from keras_mp.policies.hardware import Recommendation, recommended_policy
-from keras_mp_cli.missing import is_installed, missing_package
+from keras_mp_cli.missing import is_installed, missing_package, version_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 SECONDS = 1.0  # For all products together, without their compilation.
@@ -104,8 +103,12 @@ def examine(seconds: float = SECONDS) -> Examination:
     accelerators = [d for d in recommended.devices if d.kind != "cpu"]
     side = SIDE if accelerators else SIDE_ON_CPUS
     driver = _driver()
+    packages = ("keras_mp", "keras", keras.backend.backend())
     return Examination(
-        versions=_versions(),
+        versions={
+            "Python": platform.python_version(),
+            **{name: version_of(name, "(version unknown)") for name in packages},
+        },
         driver=driver,
         recommended=recommended,
         side=side,
@@ -162,17 +165,6 @@ def _timed_product(side: int, dtype: str) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return run
-
-
-def _versions() -> dict[str, str]:
-    backend = keras.backend.backend()
-    found = {"Python": platform.python_version()}
-    for name in ("keras_mp", "keras", backend):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "(version unknown)"
-    return found
 
 
 def _driver() -> str:

@@ -1,14 +1,9 @@
 """`replay`: repeats the step that a breakpoint has saved."""
 
 import dataclasses
-import importlib.machinery
-import importlib.util
 import os
-import pathlib
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from inspect import isclass, isfunction
 from typing import Any
 
 import keras
@@ -124,22 +119,3 @@ def replay(
     engine.take_step(model, data)
     after = ops.convert_to_numpy(counts)
     return Replay(saved.overflow, added(before, after, paths), report)
-
-
-def names_in(script: str) -> dict[str, Any]:
-    """Imports a script; returns its classes and functions by name.
-
-    Raises:
-        BreakpointError: if there is no such file.
-    """
-    path = pathlib.Path(script).resolve()
-    if not path.is_file():
-        raise BreakpointError(f"there is no script {script!r}")
-    name = f"keras_mp_replay_of_{path.stem}"
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    spec: Any = importlib.util.spec_from_loader(name, loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))  # As `python SCRIPT` has it.
-    loader.exec_module(module)
-    return {k: v for k, v in vars(module).items() if isfunction(v) or isclass(v)}

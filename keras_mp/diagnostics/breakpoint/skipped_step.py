@@ -1,7 +1,6 @@
 """A skipped step: what it takes to repeat it, and how all of that is saved."""
 
 import contextlib
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from keras_mp.loss_scaling.nonfinite import ROWS, added
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp_cli.missing import version_of
 
 _SEEDS = "seeds"
 
@@ -110,7 +110,7 @@ def save(
             model=model_file.save(model, made),
             backend=keras.backend.backend(),
             keras=keras.__version__,
-            keras_mp=_version(),
+            keras_mp=version_of("keras_mp"),
         )
         random_state = step.generators | seeds_of(model)
         write_facts(made, overflow, step.batch, random_state)
@@ -192,10 +192,3 @@ def _write_diagnosis(folder: pathlib.Path, model: Any, batch: Batch) -> None:
         text = json.dumps(report.to_dict(), indent=1)
         (folder / f"{DIAGNOSIS}.json").write_text(text, "utf-8")
         report.to_html(folder / f"{DIAGNOSIS}.html")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("keras_mp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
