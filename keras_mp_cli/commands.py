@@ -16,13 +16,7 @@ from keras_mp_cli.messages import fail
 
 
 def start(command: str, backend: str | None = None, **options: Any) -> None:
-    """Calls the function in `keras_mp.cli` that has the name of the command.
-
-    Args:
-        command: its name.
-        backend: the backend that the user asked for.
-        options: the other arguments of the command.
-    """
+    """Calls the function in `keras_mp.cli` that has the name of the command."""
     preferred = None
     if command == "inspect" and not os.path.isfile(options["model"]):
         fail(f"cannot read the model {options['model']!r}: there is no such file")

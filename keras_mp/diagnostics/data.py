@@ -14,16 +14,10 @@ _KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has only the last.
 class TrainingData:
     """Data that `fit` and `evaluate` can be given any number of times.
 
-    Args:
-        name: of the argument, for errors.
-        given: a tuple `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
-            argument, or a function that returns one of these.
-        batch_size: of arrays.
-
-    Raises:
-        TypeError: if `given` is no data, or is an iterator, which the first training
-            uses up.
-        ValueError: for a tuple of another length.
+    `given` is `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
+    argument, or a function that returns one of these. Raises a TypeError for anything
+    else, and for an iterator, which the first training uses up; a ValueError for
+    another tuple.
     """
 
     def __init__(self, name: str, given: Any, batch_size: int) -> None:
@@ -94,16 +88,11 @@ class TrainingData:
 
 
 def one_batch(name: str, given: Any) -> tuple[Any, Any, Any]:
-    """Returns the inputs, targets and sample weights of one batch.
+    """Inputs, targets and sample weights of one batch.
 
-    Args:
-        name: of the argument, for errors.
-        given: the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
-            whose first batch is taken.
-
-    Raises:
-        TypeError: if `given` is no data.
-        ValueError: if it holds no example.
+    `given` is the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
+    whose first batch is taken. Raises a TypeError for anything else, and a ValueError
+    if there is no example.
     """
     _check_kind(name, given, "a dataset")
     batch = given

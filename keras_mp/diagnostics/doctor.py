@@ -118,11 +118,9 @@ def examine(seconds: float = SECONDS) -> Examination:
 
 
 def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
-    """Times square matrix products, the dtypes in turn, again and again.
+    """Times square matrix products, the dtypes in turn, until the seconds have passed.
 
-    Args:
-        side: of the matrices.
-        seconds: when to stop; each product is timed at least three times.
+    Each product is timed at least three times.
     """
     runs: dict[str, Callable[[], float]] = {}
     failures: dict[str, str] = {}

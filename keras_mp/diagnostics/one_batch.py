@@ -24,10 +24,9 @@ def gradients_of(
     watch: Callable[[See], contextlib.AbstractContextManager[None]] | None = None,
     compiled: bool = False,
 ) -> Gradients:
-    """Differentiates the loss of one batch.
+    """Differentiates the loss of one batch, of a compiled and built model.
 
     Args:
-        model: a compiled and built `keras.Model`.
         batch: inputs, targets and sample weights.
         scale: what the loss is multiplied by before it is differentiated.
         watch: a context in which the loss is computed, given `see` of `differentiate`.

@@ -17,13 +17,8 @@ def progress_bar(
 ) -> Iterator[Callable[[str, int, float], None]]:
     """A bar on stderr, so that a pipe gets the result alone; it disappears at the end.
 
-    Args:
-        total: how many things there are to do.
-        verbose: 0 for no bar.
-
-    Yields:
-        A function that moves it, given a text that says what is being done, how many
-        things are done, and how much of the present one, from 0 to 1.
+    Yields a function that moves it, given a text that says what is being done, how many
+    things of the `total` are done, and how much of the present one, from 0 to 1.
     """
     # Imported here, as `import keras_mp` draws no bar.
     from rich.console import Console

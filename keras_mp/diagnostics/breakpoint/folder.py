@@ -59,7 +59,6 @@ class Overflow:
 class Saved(NamedTuple):
     """What a folder holds besides the model."""
 
-    folder: pathlib.Path
     overflow: Overflow
     batch: Batch
     random_state: dict[str, np.ndarray]
@@ -68,9 +67,8 @@ class Saved(NamedTuple):
 def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the absolute path of a folder that a breakpoint may be written to.
 
-    Raises:
-        TypeError: if it is no path.
-        ValueError: if it holds anything but a breakpoint.
+    Raises a TypeError for what is no path, and a ValueError for a folder that holds
+    anything but a breakpoint.
     """
     path = pathlib.Path(folder).resolve()
     if path.is_dir():
@@ -87,11 +85,9 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def prepare(folder: pathlib.Path) -> None:
-    """Raises before the training what would else be raised after hours of it.
+    """Makes the folder's parent, so that the training does not end at its last step.
 
-    Raises:
-        ValueError: if the folder holds anything but a breakpoint, or cannot be renamed.
-        OSError: if its parent cannot be written to.
+    Raises a ValueError or an OSError if the folder cannot be replaced.
     """
     check_folder(folder)
     if folder.is_mount():
@@ -141,11 +137,7 @@ def write_facts(
 
 
 def read(folder: str | os.PathLike[str]) -> Saved:
-    """Reads what `write_facts` has written.
-
-    Raises:
-        BreakpointError: if there is no folder, no breakpoint in it, or a damaged one.
-    """
+    """Reads a folder; raises a BreakpointError if there is none, or a damaged one."""
     path = pathlib.Path(folder)
     if not path.is_dir():
         raise BreakpointError(f"there is no folder {str(path)!r}")
@@ -168,7 +160,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         file = _BATCH
         batch = Batch(_arrays(path / file), structure)
         file = _RANDOM_STATE
-        return Saved(path, overflow, batch, _arrays(path / file))
+        return Saved(overflow, batch, _arrays(path / file))
     except Exception as error:  # NumPy's reader may raise anything.
         raise BreakpointError(
             f"the breakpoint's file {str(path / file)!r} is damaged: "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -98,7 +99,7 @@ def replay(
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
     except (KeyError, TypeError, ValueError) as error:
         raise BreakpointError(f"the batch in {str(folder)!r}: {error}") from error
-    file = saved.folder / saved.overflow.model
+    file = pathlib.Path(folder, saved.overflow.model)
     model = model_file.load(file, x, build, custom_objects)
     optimizer, paths = model.optimizer, saved.overflow.variables
     count = len(private.own_trainable(optimizer))

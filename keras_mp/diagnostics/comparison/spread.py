@@ -90,11 +90,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(base: Sequence[float | None], other: Sequence[float | None]) -> Ratio | None:
-    """The ratios of the numbers of the same seeds; None if there are none.
-
-    Args:
-        base, other: a number for each seed, in the same order; None if not measured.
-    """
+    """The ratios of what was measured with the same seeds; None if nothing was."""
     ratios = [b / a for a, b in zip(base, other, strict=True) if a and b]
     if not ratios:
         return None

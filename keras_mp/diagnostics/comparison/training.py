@@ -49,18 +49,13 @@ class Training:
 
 
 class Plan(NamedTuple):
-    """What all the trainings have in common.
-
-    Attributes:
-        build, train, validation, epochs: the arguments of `compare`.
-        names: see `private.names_given`, before the first training.
-    """
+    """What all the trainings have in common: arguments of `compare`."""
 
     build: Callable[[], Any]
     train: TrainingData
     validation: TrainingData
     epochs: int
-    names: dict[str, int]
+    names: dict[str, int]  # See `private.names_given`: before the first training.
 
 
 def initial_values(plan: Plan, policy: Any, seed: int) -> list[Any]:
@@ -77,15 +72,9 @@ def train_once(
     initial: Sequence[Any],
     progress: Callable[[float], None],
 ) -> Training:
-    """Trains a new model under a policy.
+    """Trains a new model, its variables at their `initial` values, under a policy.
 
-    Args:
-        plan: the training.
-        label: of the policy.
-        policy: a `keras.DTypePolicy`.
-        seed: of the batches.
-        initial: the value of each variable before the first step.
-        progress: is called with how much is done, from 0 to 1.
+    `seed` is that of the batches, and `progress` is told how much is done, from 0 to 1.
     """
     gc.collect()  # The memory of the model before would count.
     read_memory = engine.measure_memory()

@@ -157,13 +157,7 @@ class Verdict:
 
 
 def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
-    """Judges the ranges of one batch.
-
-    Args:
-        measured: outputs in the order of the call, then gradients in the order of the
-            backward pass.
-        scale: the present loss scale.
-    """
+    """Judges the ranges of one batch, in the order of `Outcome.measured`."""
     half = [m for m in measured if m.half]
     gradients = [m for m in half if m.is_gradient and m.range.largest]
     windows = [window_of(m.range, FLOAT16) for m in gradients]

@@ -98,15 +98,8 @@ def agreement(
 ) -> Agreement:
     """Measures what float32 computes; all layers must have the policy float32.
 
-    Args:
-        model: a compiled and built `keras.Model`.
-        batch: inputs, targets and sample weights.
-        dtype: the half dtype.
-        is_half: does a layer, or an operation of a graph, compute in it?
-        tolerance: see `Agreement`.
-
-    Raises:
-        ValueError: if something is not finite in float32.
+    `is_half` says of a layer, or an operation of a graph, whether it will compute in
+    the half `dtype`. Raises a ValueError if something is not finite in float32.
     """
     expected = step(model, batch, 1.0)
     for quantity in expected:
@@ -174,13 +167,7 @@ class _Rounding:
 
 
 def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity]:
-    """Outputs and gradients of one batch; the model stays as it was.
-
-    Args:
-        model: a compiled and built `keras.Model`.
-        batch: inputs, targets and sample weights.
-        scale: what the loss is multiplied by before it is differentiated.
-    """
+    """Outputs and unscaled gradients of one batch; see `gradients_of`."""
     with same_draws_in_every_dtype():
         # Not compiled: each choice of layers would be compiled anew.
         found = gradients_of(model, batch, scale)

@@ -45,15 +45,10 @@ _SET_BEFORE = "Set the same policy before the file is opened, or convert it afte
 
 
 class Casts(NamedTuple):
-    """The casts in a layer's `call`.
+    """The casts in a layer's `call`."""
 
-    Attributes:
-        to: the dtypes that are written there.
-        back: whether there is a cast to a dtype that is computed.
-    """
-
-    to: frozenset[str]
-    back: bool
+    to: frozenset[str]  # The dtypes that are written there.
+    back: bool  # Is there a cast to a dtype that is computed?
 
 
 def is_keras(owner: type) -> bool:

@@ -50,13 +50,8 @@ class Finding:
 def findings_of(
     model: Any, computing: Sequence[Any], nodes: Sequence[Any]
 ) -> tuple[Finding, ...]:
-    """All findings; layers with the same finding share one.
-
-    Args:
-        model: the model.
-        computing: its layers that compute; graphs are left out.
-        nodes: the calls in its graph.
-    """
+    """All findings, given the layers that compute and the calls in the graph."""
+    # Layers with the same finding share one.
     found: dict[tuple[str, str], list[str]] = {}
     for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
         found.setdefault((sentence, remedy), []).append(path)
