@@ -43,9 +43,8 @@ class TrainingData:
                     f"Received: a tuple of {len(data)}."
                 )
             check_examples(self._name, data)
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            arrays = {"x": x, "y": y, "sample_weight": sample_weight}
-            return {**arrays, "batch_size": self._batch_size}
+            arrays = zip(("x", "y", "sample_weight"), data, strict=False)
+            return {**dict(arrays), "batch_size": self._batch_size}
         if _is_array(data):
             return {"x": data, "batch_size": self._batch_size}
         return {"x": data}

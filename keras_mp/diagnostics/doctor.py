@@ -123,37 +123,31 @@ def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
     Each product is timed at least three times.
     """
     runs: dict[str, Callable[[], float]] = {}
-    failures: dict[str, str] = {}
+    products: dict[str, Product] = {}
     for dtype in DTYPES:
         try:
-            runs[dtype] = _timed_product(side, dtype)
-            runs[dtype]()
+            run = _timed_product(side, dtype)
+            run()  # Compiles it.
+            runs[dtype] = run
         except Exception as error:  # A driver or a compiler may raise anything.
-            runs.pop(dtype, None)
-            failures[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            products[dtype] = Product(dtype, failure=failure[:60])
     times: dict[str, list[float]] = {dtype: [] for dtype in runs}
     end = time.perf_counter() + seconds
     while runs and (time.perf_counter() < end or min(map(len, times.values())) < 3):
         for dtype, run in runs.items():
             times[dtype].append(run())
-    products = []
-    for dtype in DTYPES:
-        if dtype in failures:
-            products.append(Product(dtype, failure=failures[dtype][:60]))
-            continue
-        pairs = zip(times.get("float32", []), times[dtype], strict=False)
-        ratios = [wide / narrow for wide, narrow in pairs]
+    for dtype, own in times.items():
+        pairs = zip(times.get("float32", []), own, strict=False)
+        ratios = [wide_time / own_time for wide_time, own_time in pairs]
         speedup = statistics.median(ratios) if ratios else None
-        products.append(Product(dtype, statistics.median(times[dtype]), speedup))
-    return tuple(products)
+        products[dtype] = Product(dtype, statistics.median(own), speedup)
+    return tuple(products[dtype] for dtype in DTYPES)
 
 
 def _timed_product(side: int, dtype: str) -> Callable[[], float]:
     random = np.random.default_rng(0)
-    a, b = (
-        ops.cast(random.standard_normal((side, side)).astype("float32"), dtype)
-        for _ in range(2)
-    )
+    a, b = (ops.cast(random.standard_normal((side, side)), dtype) for _ in range(2))
     # Reading one number waits for the product and copies no more.
     product = engine.compiled(lambda a, b: ops.max(ops.matmul(a, b)))
 

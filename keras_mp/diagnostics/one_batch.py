@@ -50,7 +50,9 @@ def gradients_of(
     try:
         return differentiate(
             loss_of,
-            keras.tree.map_structure(_tensor, batch),
+            keras.tree.map_structure(
+                lambda x: None if x is None else ops.convert_to_tensor(x), batch
+            ),
             model.trainable_variables,
             list(state.values()),
             compiled=compiled,
@@ -82,7 +84,3 @@ def results_through(pass_on: Callable[[Any, Any], Any]) -> Iterator[None]:
 
     with calls_made_by(make):
         yield
-
-
-def _tensor(x: Any) -> Any:
-    return None if x is None else ops.convert_to_tensor(x)

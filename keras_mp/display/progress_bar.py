@@ -21,23 +21,17 @@ def progress_bar(
     things of the `total` are done, and how much of the present one, from 0 to 1.
     """
     # Imported here, as `import keras_mp` draws no bar.
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
     shown = verbose and (console.is_terminal or console.is_jupyter)
-    progress = Progress(
+    progress = bars.Progress(
         "{task.description}",
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
         console=console,
         disable=not shown,
         transient=True,

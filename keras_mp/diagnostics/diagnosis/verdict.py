@@ -21,6 +21,7 @@ from keras_mp.diagnostics.diagnosis.ranges import (
 LOST = 2.0**-11
 # A dynamic loss scale stays between these powers of two by default.
 LOWEST_SCALE, HIGHEST_SCALE = 0, 24
+_POWERS = range(LOWEST_SCALE, HIGHEST_SCALE + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +116,7 @@ def window_of(range: Range, format: Format) -> Window:
     """The loss scales at which one gradient fits; its `lowest` is larger if none is."""
     if not range.largest:
         return Window(LOWEST_SCALE, HIGHEST_SCALE)
-    exponents = [*_powers()]
-    enough = (k for k in exponents if range.lost(format, 2.0**k) <= LOST)
+    enough = (k for k in _POWERS if range.lost(format, 2.0**k) <= LOST)
     highest = range.headroom(format)[0] if range.finite else LOWEST_SCALE - 1
     return Window(next(enough, HIGHEST_SCALE + 1), min(highest, HIGHEST_SCALE))
 
@@ -157,14 +157,15 @@ class Verdict:
 
 
 def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
-    """Judges the ranges of one batch, in the order of `Outcome.measured`."""
+    """Judges the ranges of one batch, in the order of `Report.measured`."""
     half = [m for m in measured if m.half]
     gradients = [m for m in half if m.is_gradient and m.range.largest]
     windows = [window_of(m.range, FLOAT16) for m in gradients]
     together = common(windows)
     if not together.is_open:
-        best = 2.0 ** _best(windows)
-        together = common([w for w in windows if w.holds(best)])
+        # That of the scale which suits most gradients.
+        best = max(_POWERS, key=lambda k: sum(w.holds(2.0**k) for w in windows))
+        together = common([w for w in windows if w.holds(2.0**best)])
     return Verdict(
         overflowing=tuple(
             m for m in half if not m.is_gradient and m.range.overflowing(FLOAT16)
@@ -182,15 +183,6 @@ def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
             for m in half
         ),
     )
-
-
-def _best(windows: Sequence[Window]) -> int:
-    """The exponent of the scale that suits most gradients."""
-    return max(_powers(), key=lambda k: sum(w.holds(2.0**k) for w in windows))
-
-
-def _powers() -> range:
-    return range(LOWEST_SCALE, HIGHEST_SCALE + 1)
 
 
 def power(value: float) -> str:

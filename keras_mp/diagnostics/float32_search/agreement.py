@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
 from keras_mp.diagnostics.one_batch import gradients_of, results_through
+from keras_mp.diagnostics.temporary_policies import is_in_half
 from keras_mp.keras_seams import private
 
 # How many times everything is rounded, each time at random.
@@ -19,7 +20,7 @@ _ROUNDINGS = 3
 # by a bias before a normalization is nothing but rounding errors, in any dtype.
 _UNDETERMINED = 0.5
 # The unit roundoff: the largest relative change when a number is rounded.
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 
 
 class Quantity(NamedTuple):
@@ -90,16 +91,12 @@ class Agreement:
 
 
 def agreement(
-    model: Any,
-    batch: Any,
-    dtype: str,
-    is_half: Callable[[Any], bool],
-    tolerance: float,
+    model: Any, batch: Any, policy: str, half: set[int], tolerance: float
 ) -> Agreement:
     """Measures what float32 computes; all layers must have the policy float32.
 
-    `is_half` says of a layer, or an operation of a graph, whether it will compute in
-    the half `dtype`. Raises a ValueError if something is not finite in float32.
+    `half` has the ids of the layers that will compute in half precision under the
+    policy. Raises a ValueError if something is not finite in float32.
     """
     expected = step(model, batch, 1.0)
     for quantity in expected:
@@ -109,9 +106,9 @@ def agreement(
                 f"which {quantity.name} is not. keras_mp.diagnose says where that "
                 "begins."
             )
-    change = np.full(len(expected), _ROUNDOFF[dtype])
+    change = np.full(len(expected), _ROUNDOFF[policy])
     for number in range(_ROUNDINGS):
-        rounding = _Rounding(_ROUNDOFF[dtype], is_half, number)
+        rounding = _Rounding(_ROUNDOFF[policy], half, number)
         with rounding.of_weights(model), results_through(rounding.of_result):
             found = step(model, batch, 1.0)
         pairs = zip(found, expected, strict=True)
@@ -129,15 +126,13 @@ def agreement(
 class _Rounding:
     """Changes numbers as rounding does: x (1 + d), |d| being at most the roundoff."""
 
-    def __init__(
-        self, roundoff: float, is_half: Callable[[Any], bool], seed: int
-    ) -> None:
-        self._roundoff, self._is_half = roundoff, is_half
+    def __init__(self, roundoff: float, half: set[int], seed: int) -> None:
+        self._roundoff, self._half = roundoff, half
         self._random = np.random.default_rng(seed)
 
     def of_result(self, operation: Any, x: Any) -> Any:
         shape = getattr(x, "shape", (None,))
-        if None in shape or not self._is_half(operation):
+        if None in shape or not is_in_half(operation, self._half):
             return x
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
             return x
@@ -148,7 +143,7 @@ class _Rounding:
         weights = [
             variable
             for layer in private.layers_in(model)
-            if self._is_half(layer)
+            if id(layer) in self._half
             for variable in private.own_trainable(layer)
             if keras.backend.is_float_dtype(variable.dtype)
         ]

@@ -15,7 +15,6 @@ from keras_mp.diagnostics.temporary_policies import (
     computes_in_half,
     half_policies,
     in_float32,
-    is_in_half,
     layers_in_half,
     policy_name,
     temporary_policies,
@@ -95,14 +94,7 @@ def find_float32_layers(
             f"model={model!r}, whose layers are to stay in float32."
         )
     with temporary_policies(model, in_float32):
-        dtype = policy.removeprefix("mixed_")
-        expected = agreement(
-            model,
-            batch,
-            dtype,
-            lambda operation: is_in_half(operation, half),
-            tolerance,
-        )
+        expected = agreement(model, batch, policy, half, tolerance)
     with temporary_policies(model, choose):
         scale = _best(scales, lambda s: expected.errors(step(model, batch, s)))
 
