@@ -5,6 +5,7 @@ file measures that and shows it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rich.table import Table
 from keras_mp.config import policy_scope
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.inspection.inspection import inspect
-from keras_mp.display.progress_bar import progress_bar
+from keras_mp.display.progress_bar import TrainingProgress, progress_bar
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp_cli.missing import MissingPackageError, needed
 
@@ -118,23 +119,19 @@ def build_model() -> keras.Model:
 def train_all(digits: Digits, epochs: int) -> list[Result]:
     """Trains under each policy in turn, from the same weights, with a progress bar."""
     results: list[Result] = []
-    with progress_bar(epochs * len(POLICIES), verbose=1) as show:
+    with progress_bar(len(POLICIES), verbose=1) as show:
         for policy in POLICIES:
-
-            def begins(epoch: int, policy: str = policy) -> None:
-                text = f"{policy:14} epoch {epoch + 1} of {epochs}"
-                show(text, epochs * len(results) + epoch, 0.0)
-
-            results.append(train(policy, digits, epochs, begins))
+            progress = functools.partial(show, f"{policy:14}", len(results))
+            results.append(train(policy, digits, epochs, progress))
     return results
 
 
 def train(
-    policy: str, digits: Digits, epochs: int, begins: Callable[[int], None]
+    policy: str, digits: Digits, epochs: int, progress: Callable[[float], None]
 ) -> Result:
-    """Trains the network under one policy; calls `begins` before each epoch."""
+    """Trains the network under one policy."""
     keras.utils.set_random_seed(SEED)
-    recorder, stopwatch = Recorder(begins), Stopwatch()
+    recorder, stopwatch = Recorder(), Stopwatch()
     with policy_scope(policy):
         model = build_model()
         model.compile(
@@ -146,7 +143,7 @@ def train(
             batch_size=BATCH_SIZE,
             epochs=epochs,
             verbose=0,
-            callbacks=[recorder, stopwatch],
+            callbacks=[recorder, stopwatch, TrainingProgress(progress)],
         )
         test = model.evaluate(
             digits.test_images, digits.test_labels, verbose=0, return_dict=True
@@ -167,15 +164,11 @@ def train(
 class Recorder(keras.callbacks.Callback):
     """Records the loss scale and the skips at each step."""
 
-    def __init__(self, begins: Callable[[int], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.begins = begins
         self.scales: list[float] = []
         self.skipped_at: list[int] = []
         self._skipped = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.begins(epoch)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None

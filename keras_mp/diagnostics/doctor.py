@@ -24,40 +24,24 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 class Product(NamedTuple):
-    """How long a matrix product takes in a dtype.
+    """How long a matrix product takes in a dtype."""
 
-    Attributes:
-        dtype: of both matrices and of the result.
-        seconds: the median; None if it failed.
-        speedup: the median of float32's time divided by this dtype's, each pair timed
-            in succession; None if either failed.
-        failure: the error; empty if there was none.
-    """
-
-    dtype: str
-    seconds: float | None = None
+    dtype: str  # Of both matrices and of the result.
+    seconds: float | None = None  # The median.
+    # The median of float32's time divided by this dtype's, timed in succession.
     speedup: float | None = None
-    failure: str = ""
+    failure: str = ""  # The error, if there was one.
 
 
 class Examination(NamedTuple):
-    """What `examine` has found; prints as a table.
+    """What `examine` has found; prints as a table."""
 
-    Attributes:
-        versions: package -> its version.
-        driver: the version of the NVIDIA driver; empty if there is none.
-        recommended: what `"auto"` picks, why, and the devices.
-        side: of the square matrices that were multiplied.
-        products: one for each dtype.
-        missing: sentences on what is not installed, and what to do about it.
-    """
-
-    versions: dict[str, str]
-    driver: str
+    versions: dict[str, str]  # Of Python and of each package.
+    driver: str  # The version of the NVIDIA driver; empty if there is none.
     recommended: Recommendation
-    side: int
-    products: tuple[Product, ...]
-    missing: tuple[str, ...]
+    side: int  # Of the square matrices that were multiplied.
+    products: tuple[Product, ...]  # One for each dtype.
+    missing: tuple[str, ...]  # What is not installed, and what to do about it.
 
     def __str__(self) -> str:
         rows = [

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+
 
 def check_verbose(verbose: Any) -> None:
     """Raises a ValueError unless `verbose` is 0 or 1."""
@@ -43,3 +45,21 @@ def progress_bar(
             progress.update(task, description=text, completed=done + part)
 
         yield show
+
+
+class TrainingProgress(keras.callbacks.Callback):
+    """Calls `show` with the part of a training that is done, from 0 to 1."""
+
+    def __init__(self, show: Callable[[float], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._show(epoch / self.params["epochs"])
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        if steps := self.params["steps"]:
+            self._show((self._epoch + batch / steps) / self.params["epochs"])

@@ -29,30 +29,17 @@ _FORMAT = "keras_mp breakpoint 1"
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """What is known of a step whose gradients overflowed.
+    """What is known of a step whose gradients overflowed."""
 
-    Attributes:
-        step: its number from 1, skipped steps included.
-        epoch: from 1.
-        skips: how many steps in a row were skipped, this one included.
-        loss_scale: the loss scale at which they overflowed.
-        not_finite: path -> "inf", "nan" or "inf, nan" in its gradient.
-        variables: the paths of all trainable variables, in order.
-        model: the name of the file with the model, or with its weights.
-        backend: the backend that it ran on.
-        keras: the version of Keras.
-        keras_mp: the version of keras_mp.
-    """
-
-    step: int
-    epoch: int
-    skips: int
-    loss_scale: float
-    not_finite: dict[str, str]
-    variables: list[str]
-    model: str
+    step: int  # From 1, skipped steps included.
+    epoch: int  # From 1.
+    skips: int  # How many steps in a row were skipped, this one included.
+    loss_scale: float  # At which they overflowed.
+    not_finite: dict[str, str]  # Path -> "inf", "nan" or "inf, nan" in its gradient.
+    variables: list[str]  # The paths of all trainable variables, in order.
+    model: str  # The file with the model, or with its weights.
     backend: str
-    keras: str
+    keras: str  # The version, as the next.
     keras_mp: str
 
 

@@ -81,12 +81,8 @@ class Comparison(Outcomes):
         )
 
     def _repr_html_(self) -> str:
-        return page.cell(
-            self._title(),
-            page.items(self.sentences),
-            page.drawn(self.plot),
-            self._table().html(),
-        )
+        table = self._table().html()
+        return page.cell(self._title(), self.sentences, self.plot, table)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that loads nothing from elsewhere."""

@@ -18,19 +18,12 @@ _EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The magnitudes that a dtype holds.
-
-    Attributes:
-        name: the dtype.
-        largest: its largest number.
-        lowest_normal: the exponent of its smallest normal number.
-        lowest: the exponent of its smallest number.
-    """
+    """The magnitudes that a dtype holds."""
 
     name: str
     largest: float
-    lowest_normal: int
-    lowest: int
+    lowest_normal: int  # The exponent of its smallest normal number.
+    lowest: int  # The exponent of its smallest number.
 
     @property
     def highest(self) -> int:

@@ -223,8 +223,8 @@ class Report:
         tables = [[m for m in self.measured if m.kind == kind] for kind in kinds]
         return page.cell(
             self._title(),
-            page.items(self.sentences),
-            page.drawn(self.plot),
+            self.sentences,
+            self.plot,
             self._table(self.worst, "The least room", [self._legend()]).html(),
             *(
                 page.folded(

@@ -26,21 +26,13 @@ _POWERS = range(LOWEST_SCALE, HIGHEST_SCALE + 1)
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The range of one tensor in float32.
+    """The range of one tensor in float32."""
 
-    Attributes:
-        path: of the layer or variable.
-        kind: "output", "activation gradient" or "gradient".
-        range: with a loss scale of 1.
-        half: whether it is in half precision under the policy.
-        layer: the path of its layer, as `float32=` takes it; empty if it belongs to a
-            model or an operation.
-    """
-
-    path: str
-    kind: str
-    range: Range
-    half: bool
+    path: str  # Of the layer or variable.
+    kind: str  # "output", "activation gradient" or "gradient".
+    range: Range  # With a loss scale of 1.
+    half: bool  # Is it in half precision under the policy?
+    # As `float32=` takes it; empty if it belongs to a model or an operation.
     layer: str = ""
 
     @property
@@ -91,15 +83,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The loss scales, powers of two, at which every gradient fits into a format.
+    """The loss scales, powers of two, at which every gradient fits into a format."""
 
-    Attributes:
-        lowest: the exponent of the smallest scale at which none is lost.
-        highest: the exponent of the largest at which none overflows.
-    """
-
-    lowest: int
-    highest: int
+    lowest: int  # The exponent of the smallest scale at which none is lost.
+    highest: int  # The exponent of the largest at which none overflows.
 
     @property
     def is_open(self) -> bool:

@@ -1,7 +1,6 @@
 """Do a model's outputs and gradients in half precision agree with float32's?"""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,8 @@ from keras_mp.diagnostics.one_batch import gradients_of, results_through
 from keras_mp.diagnostics.temporary_policies import is_in_half
 from keras_mp.keras_seams import private
 
+# Allows every finite error.
+ANY = float(np.finfo("float64").max)
 # How many times everything is rounded, each time at random.
 _ROUNDINGS = 3
 # A quantity that rounding changes by more than this share is not compared: the gradient
@@ -48,44 +49,30 @@ class Error(NamedTuple):
         return self.error <= self.allowed
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What float32 computes, and how far from it half precision may be.
 
     Half precision rounds weights and the outputs of layers. Such roundings alone, at
     random in float32, change outputs and gradients, and no layer is to blame for that
-    (Monte Carlo arithmetic; Parker 1997). `tolerance` times that error is allowed.
-
-    Attributes:
-        expected: the quantities in float32.
-        rounding: the relative error of each from rounding alone; None if the quantity
-            is 0, or rounding changes it by more than half.
-        tolerance: see above.
+    (Monte Carlo arithmetic; Parker 1997). A multiple of that error is allowed.
     """
 
-    expected: Sequence[Quantity]
-    rounding: Sequence[float | None]
-    tolerance: float
+    expected: list[Quantity]
+    allowed: list[float]  # The largest error of each; ANY of what is not compared.
 
     @property
     def undetermined(self) -> list[str]:
         """The names of the quantities that are only checked for inf and nan."""
-        pairs = zip(self.expected, self.rounding, strict=True)
-        return [quantity.name for quantity, rounding in pairs if rounding is None]
+        pairs = zip(self.expected, self.allowed, strict=True)
+        return [quantity.name for quantity, allowed in pairs if allowed == ANY]
 
     def errors(self, found: Sequence[Quantity]) -> list[Error]:
         """The errors of all quantities, the largest relative to its limit first."""
-        triples = zip(found, self.expected, self.rounding, strict=True)
         errors = [
-            Error(
-                expected.name,
-                _error(quantity, expected),
-                # Every finite value is allowed.
-                float(np.finfo("float64").max)
-                if rounding is None
-                else self.tolerance * rounding,
+            Error(expected.name, _error(quantity, expected), allowed)
+            for quantity, expected, allowed in zip(
+                found, self.expected, self.allowed, strict=True
             )
-            for quantity, expected, rounding in triples
         ]
         return sorted(errors, key=lambda e: -e.error / e.allowed)
 
@@ -113,14 +100,11 @@ def agreement(
             found = step(model, batch, 1.0)
         pairs = zip(found, expected, strict=True)
         change = np.maximum(change, [_error(*pair) for pair in pairs])
-    return Agreement(
-        expected,
-        [
-            x if x <= _UNDETERMINED and quantity.values.any() else None
-            for x, quantity in zip(change.tolist(), expected, strict=True)
-        ],
-        tolerance,
-    )
+    allowed = [
+        tolerance * x if x <= _UNDETERMINED and quantity.values.any() else ANY
+        for x, quantity in zip(change.tolist(), expected, strict=True)
+    ]
+    return Agreement(expected, allowed)
 
 
 class _Rounding:
