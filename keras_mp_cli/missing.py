@@ -43,6 +43,8 @@ def missing_package(purpose: str, module: str) -> MissingPackageError:
         purpose: what needs it, as the start of a sentence: "Drawing".
         module: the module that cannot be imported: "matplotlib".
     """
+    if module in BACKENDS:
+        return missing_backend(module)
     package, installed_by = _PACKAGES[module]
     return MissingPackageError(
         f"{purpose} needs {package}: pip install {installed_by}", name=module
@@ -51,23 +53,20 @@ def missing_package(purpose: str, module: str) -> MissingPackageError:
 
 def missing_backend(backend: str) -> MissingPackageError:
     """The error for a backend that is chosen and not installed."""
-    for other in BACKENDS:
-        if is_installed(other):
-            return MissingPackageError(
-                f'The backend {backend} is not installed: pip install "keras_mp'
-                f'[{backend}]", or set KERAS_BACKEND={other}',
-                name=backend,
-            )
+    others = [other for other in BACKENDS if is_installed(other)]
     return MissingPackageError(
-        f"Keras needs a backend, and none of {', '.join(BACKENDS)} is installed: "
+        f'The backend {backend} is not installed: pip install "keras_mp[{backend}]", '
+        f"or set KERAS_BACKEND={others[0]}"
+        if others
+        else f"Keras needs a backend, and none of {', '.join(BACKENDS)} is installed: "
         f'pip install "keras_mp[{BACKENDS[0]}]"',
         name=backend,
     )
 
 
 @contextlib.contextmanager
-def needed(purpose: str, module: str) -> Iterator[None]:
-    """Round imports of a package: where it is missing, the error names the pip line.
+def needed(purpose: str, *modules: str) -> Iterator[None]:
+    """Round imports of packages: where one is missing, the error names the pip line.
 
     Example:
         >>> with needed("Drawing", "matplotlib"):
@@ -76,29 +75,13 @@ def needed(purpose: str, module: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if _package_of(error) != module:
+        module = package_of(error)
+        if module not in modules:
             raise
         raise missing_package(purpose, module) from None
 
 
-@contextlib.contextmanager
-def needed_backend() -> Iterator[None]:
-    """Round the first import of Keras, which imports its backend."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = missing_backend_behind(error)
-        if missing is None:
-            raise
-        raise missing from None
-
-
-def missing_backend_behind(error: BaseException) -> MissingPackageError | None:
-    """The error to show for one of an import of Keras; None if its backend is there."""
-    backend = _package_of(error)
-    return missing_backend(backend) if backend in BACKENDS else None
-
-
-def _package_of(error: BaseException) -> str:
+def package_of(error: BaseException) -> str:
+    """The package that an import did not find; empty for any other error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return (name or "").partition(".")[0]

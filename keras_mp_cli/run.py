@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_mp_cli.messages import fail
-from keras_mp_cli.missing import (
-    BACKENDS,
-    is_installed,
-    missing_backend,
-    missing_backend_behind,
-)
+from keras_mp_cli.missing import BACKENDS, is_installed, missing_backend, package_of
 from keras_mp_cli.tracebacks import remove_our_frames
 
 # Keeps the counters of every optimizer, and has a line for each at the end.
@@ -76,10 +71,10 @@ class PolicyOnKerasImport:
 
     def failed(self, name: str, error: BaseException) -> None:
         """Is called when the import of the module of this name raised an error."""
-        missing = missing_backend_behind(error)
+        package = package_of(error)
         self.outcome = (
-            str(missing)
-            if missing is not None
+            str(missing_backend(package))
+            if package in BACKENDS
             else f"the import of {name} failed, so no policy was set"
         )
 

@@ -76,12 +76,9 @@ class Examination(NamedTuple):
 
 
 def examine(seconds: float = SECONDS) -> Examination:
-    """Looks at the backend in use and its devices, and times matrix products on them.
+    """Looks at the backend and its devices, and times products for so many `seconds`.
 
     It reports a broken driver, and does not raise because of it.
-
-    Args:
-        seconds: how long to measure, without compilation.
     """
     recommended = recommended_policy()
     accelerators = [d for d in recommended.devices if d.kind != "cpu"]
