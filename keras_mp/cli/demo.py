@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -170,9 +169,7 @@ class Recorder(keras.callbacks.Callback):
         self.skipped_at: list[int] = []
         self._skipped = 0
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         # On JAX `fit` does not write the state to the variables during an epoch, unless
         # told to. It is told to under every policy, so that the times can be compared.
         if hasattr(self.model, "jax_state_sync"):
@@ -194,7 +191,8 @@ def table(results: list[Result]) -> Table:
     shown = Table(
         title="Handwritten digits, 8x8 pixels: the same network under three policies",
         box=box.SIMPLE_HEAD,
-        padding=0,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
         show_edge=False,
     )
     shown.add_column("policy", vertical="bottom", no_wrap=True)
@@ -207,9 +205,7 @@ def table(results: list[Result]) -> Table:
         "activations\n(bytes per\nsample)",
         "time\n(s per\nepoch)",
     ):
-        # One column wider than the words, in place of padding.
-        width = max(map(len, heading.split("\n"))) + 1
-        shown.add_column(heading, justify="right", vertical="bottom", min_width=width)
+        shown.add_column(heading, justify="right", vertical="bottom")
     for result in results:
         scaled = bool(result.scales)
         shown.add_row(

@@ -54,12 +54,10 @@ class TrainingProgress(keras.callbacks.Callback):
         super().__init__()
         self._show = show
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
         self._show(epoch / self.params["epochs"])
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         if steps := self.params["steps"]:
             self._show((self._epoch + batch / steps) / self.params["epochs"])

@@ -85,28 +85,22 @@ def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
     # What a subclassed model returns is not known without a run.
     graph = graph_of(model) if is_graph(model) else None
     for tensor in graph.outputs if graph is not None else ():
-        if tensor.dtype in HALF:
-            sentence = (
-                f"makes an output of the model in {tensor.dtype}: what the loss sees "
-                "is rounded."
-            )
-            makers = [
-                maker
-                for maker in producers(tensor)
-                if policy_of(maker).compute_dtype in HALF
-            ]
-            for maker in makers:
-                compile_will = decision_for(maker) and not model.compiled
-                yield (
-                    layer_path(maker),
-                    sentence,
-                    "`compile` turns it to float32."
-                    if compile_will
-                    else 'Give the layer dtype="float32".',
-                )
-            if not makers:
-                operation, _ = private.origin(tensor)
-                yield operation.name, sentence, 'Cast it to "float32".'
+        if tensor.dtype not in HALF:
+            continue
+        sentence = (
+            f"makes an output of the model in {tensor.dtype}: what the loss sees is "
+            "rounded."
+        )
+        makers = [m for m in producers(tensor) if policy_of(m).compute_dtype in HALF]
+        for maker in makers:
+            if decision_for(maker) and not model.compiled:
+                remedy = "`compile` turns it to float32."
+            else:
+                remedy = 'Give the layer dtype="float32".'
+            yield layer_path(maker), sentence, remedy
+        if not makers:
+            operation, _ = private.origin(tensor)
+            yield operation.name, sentence, 'Cast it to "float32".'
 
 
 def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
