@@ -37,12 +37,7 @@ def version_of(package: str, otherwise: str = "(not installed)") -> str:
 
 
 def missing_package(purpose: str, module: str) -> MissingPackageError:
-    """The error for a package that something needs.
-
-    Args:
-        purpose: what needs it, as the start of a sentence: "Drawing".
-        module: the module that cannot be imported: "matplotlib".
-    """
+    """The error for a package that something needs, such as "Drawing" matplotlib."""
     if module in BACKENDS:
         return missing_backend(module)
     package, installed_by = _PACKAGES[module]

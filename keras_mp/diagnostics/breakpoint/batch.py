@@ -21,10 +21,7 @@ def batch_of(data: Any) -> Batch:
     """Copies a batch: dicts, lists and tuples of tensors and arrays.
 
     Sparse tensors become dense. A dtype that NumPy lacks, such as bfloat16, becomes
-    float32, which holds its numbers exactly.
-
-    Raises:
-        TypeError: if a part of it is none of these, or is ragged.
+    float32, which holds its numbers exactly. Raises a TypeError for any other part.
     """
     arrays: dict[str, np.ndarray] = {}
     if isinstance(data, (list, tuple)) and len(data) <= len(_PARTS):

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -41,14 +41,6 @@ class Overflow:
     backend: str
     keras: str  # The version, as the next.
     keras_mp: str
-
-
-class Saved(NamedTuple):
-    """What a folder holds besides the model."""
-
-    overflow: Overflow
-    batch: Batch
-    random_state: dict[str, np.ndarray]
 
 
 def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
@@ -123,8 +115,10 @@ def write_facts(
     (folder / _FACTS).write_text(text, "utf-8")
 
 
-def read(folder: str | os.PathLike[str]) -> Saved:
-    """Reads a folder; raises a BreakpointError if there is none, or a damaged one."""
+def read(
+    folder: str | os.PathLike[str],
+) -> tuple[Overflow, Batch, dict[str, np.ndarray]]:
+    """Reads what `write_facts` has written; a BreakpointError if that is not there."""
     path = pathlib.Path(folder)
     if not path.is_dir():
         raise BreakpointError(f"there is no folder {str(path)!r}")
@@ -147,7 +141,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         file = _BATCH
         batch = Batch(_arrays(path / file), structure)
         file = _RANDOM_STATE
-        return Saved(overflow, batch, _arrays(path / file))
+        return overflow, batch, _arrays(path / file)
     except Exception as error:  # NumPy's reader may raise anything.
         raise BreakpointError(
             f"the breakpoint's file {str(path / file)!r} is damaged: "

@@ -128,19 +128,15 @@ class Comparison(Outcomes):
     def _table(self, title: str = "") -> Table:
         """One row for each policy in each metric and cost."""
         base = self.policies[0]
-        rows = [
-            (
-                what if policy == base else "",
-                policy,
-                value,
-                "" if policy == base else versus,
-            )
-            for what, cells in self._cells()
-            for policy, (value, versus) in zip(self.policies, cells, strict=True)
-        ]
-        return Table(
-            ("what", "policy", "mean ± spread", f"against {base}"), rows, title
-        )
+        rows = []
+        for what, cells in self._cells():
+            for policy, (value, versus) in zip(self.policies, cells, strict=True):
+                if policy == base:
+                    rows.append((what, policy, value, ""))
+                else:
+                    rows.append(("", policy, value, versus))
+        columns = ("what", "policy", "mean ± spread", f"against {base}")
+        return Table(columns, rows, title)
 
     def _cells(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """A metric or cost, and two cells for each policy."""
@@ -171,13 +167,11 @@ class Comparison(Outcomes):
         return mean, str(self.memory(policy) or "")
 
     def _skips(self, policy: str) -> str:
-        skips = [
-            t.skipped_steps for t in self.of(policy) if t.skipped_steps is not None
-        ]
-        if not skips:
+        every = [t.skipped_steps for t in self.of(policy)]
+        counts = [count for count in every if count is not None]
+        if not counts:
             return "no loss scale"
-        low, high = min(skips), max(skips)
-        return f"{low}" if low == high else f"{low} to {high}"
+        return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def _cost(what: str, base: str, ratios: dict[str, Ratio | None]) -> str:

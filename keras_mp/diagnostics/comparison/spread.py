@@ -41,13 +41,9 @@ def difference(base: Sequence[float], other: Sequence[float]) -> Difference:
         all have the same sign                     -> beyond the spread
         otherwise                                  -> unclear
 
-    If two trainings differ by chance alone, and the numbers of a seed are independent,
-    this says "beyond" in two of five cases with 2 seeds, in one of five with 3, in one
-    of twenty with 5 and hardly ever with 10.
-
-    Args:
-        base, other: a number for each seed, in the same order. Pairs that are not
-            finite are left out.
+    By chance alone it is "beyond" in two of five cases with 2 seeds, in one of five
+    with 3, in one of twenty with 5 and hardly ever with 10. Pairs that are not finite
+    are left out.
     """
     pairs = [
         (a, b)

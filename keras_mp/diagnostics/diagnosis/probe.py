@@ -51,17 +51,12 @@ def _range(array: Any) -> Range | None:
 class _Calls:
     """The tensors that layers and operations return, in the order of their calls."""
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    @contextlib.contextmanager
+    def shown_to(self, see: See) -> Iterator[None]:
+        # Anew each time, as the loss may be computed more than once.
         self.made: list[tuple[str, Any]] = []
         self._known: dict[int, Any] = {}
         self._times: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def shown_to(self, see: See) -> Iterator[None]:
-        self._reset()  # The loss may be computed more than once.
         self._see = see
         with results_through(self._shown):
             yield

@@ -17,6 +17,7 @@ from keras_mp.diagnostics.diagnosis.verdict import (
 from keras_mp.diagnostics.inspection.findings import Finding
 from keras_mp.display import page
 from keras_mp.display.tables import Table
+from keras_mp.loss_scaling.nonfinite import named
 
 _ROWS = 12
 
@@ -116,9 +117,7 @@ class Report:
                 f"present one, {holds} among them."
             )
             return
-        others = ", ".join(f"{m.path} ({_fits_at(m)})" for m in verdict.outliers[:3])
-        if len(verdict.outliers) > 3:
-            others += f" and {len(verdict.outliers) - 3} more"
+        others = named([f"{m.path} ({_fits_at(m)})" for m in verdict.outliers])
         yield (
             "There is no loss scale at which every gradient fits into float16: all but "
             f"{others} fit at {window}. The present one, {holds} among these."

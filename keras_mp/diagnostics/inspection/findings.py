@@ -16,6 +16,7 @@ from keras_mp.diagnostics.inspection.custom_layers import (
 from keras_mp.diagnostics.inspection.shapes import long_sums, odd_widths
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import computes_in_float16
+from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
@@ -41,10 +42,7 @@ class Finding:
     remedy: str
 
     def __str__(self) -> str:
-        shown = ", ".join(self.paths[:3])
-        if len(self.paths) > 3:
-            shown += f" and {len(self.paths) - 3} more"
-        return f"{shown}: {self.sentence} {self.remedy}"
+        return f"{named(self.paths)}: {self.sentence} {self.remedy}"
 
 
 def findings_of(
