@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import statistics
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,10 +42,8 @@ class Comparison(Outcomes):
         return [*sentences, *self.notes]
 
     def __str__(self) -> str:
-        lines = [
-            textwrap.fill(f"- {x}", 80, subsequent_indent="  ") for x in self.sentences
-        ]
-        return self._table("\n".join([self._title(), "", *lines])).text()
+        lines = [self._title(), "", *(f"- {x}" for x in self.sentences)]
+        return self._table("\n".join(lines)).text()
 
     __repr__ = __str__
 

@@ -54,7 +54,12 @@ def findings_of(
     for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
         found.setdefault((sentence, remedy), []).append(path)
     return tuple(
-        Finding(tuple(paths), sentence, _filled_in(remedy, paths))
+        # PATHS in a remedy stands for the layers, as `float32=` takes them.
+        Finding(
+            tuple(paths),
+            sentence,
+            remedy.replace("PATHS", repr([*map(re.escape, paths)])),
+        )
         for (sentence, remedy), paths in found.items()
     )
 
@@ -71,12 +76,6 @@ def _all(
     yield from long_sums(nodes)
     yield from odd_widths(computing)
     yield from lost_policies(model, computing)
-
-
-def _filled_in(remedy: str, paths: list[str]) -> str:
-    """PATHS in a remedy stands for the layers, as `float32=` takes them."""
-    patterns = [re.escape(path) for path in paths]
-    return remedy.replace("PATHS", repr(patterns))
 
 
 def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:

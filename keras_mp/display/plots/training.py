@@ -74,11 +74,10 @@ def _draw_scales(
 def _losses_text(losses: Mapping[str, Sequence[float]]) -> str:
     last = [loss[-1] for loss in losses.values()]
     apart = (max(last) - min(last)) / max(last)
+    near_0 = ", of a loss near 0" if max(last) < 0.05 else ""
     return (
-        f"Left: the curves should lie on each other; they end {apart:.0%} apart, "
-        "of a loss near 0."
-        if max(last) < 0.05
-        else f"Left: the curves should lie on each other; they end {apart:.0%} apart."
+        "Left: the curves should lie on each other; they end "
+        f"{apart:.0%} apart{near_0}."
     )
 
 
