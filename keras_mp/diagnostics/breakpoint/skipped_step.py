@@ -47,7 +47,7 @@ class Step(NamedTuple):
     """What it takes to repeat a step, without what a skipped step leaves as it was."""
 
     batch: Batch
-    scaling: Scaling | None  # Before the step; None if its optimizer was not built.
+    scaling: Scaling | None  # Before the step; None if the optimizer scales from it on.
     generators: dict[str, np.ndarray]  # Of the framework, before the step.
 
 

@@ -118,24 +118,17 @@ def common(windows: Sequence[Window]) -> Window:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What does not fit.
+    """What does not fit."""
 
-    Attributes:
-        overflowing: outputs that pass the largest float16, in the order of the call.
-        window: the loss scales at which every gradient but the outliers fits into
-            float16.
-        too_large, too_small: gradients that overflow, or are lost, at the present
-            scale, in the order of the backward pass.
-        outliers: gradients that do not fit at any scale of the window.
-        bfloat16: whether all outputs and gradients, unscaled, fit into bfloat16.
-    """
-
+    # Outputs that pass the largest float16, in the order of the call.
     overflowing: tuple[Measured, ...]
+    # The loss scales at which every gradient but the outliers fits into float16.
     window: Window
+    # Gradients that overflow, or are lost, at the present scale.
     too_large: tuple[Measured, ...]
     too_small: tuple[Measured, ...]
-    outliers: tuple[Measured, ...]
-    bfloat16: bool
+    outliers: tuple[Measured, ...]  # Gradients that fit at no scale of the window.
+    bfloat16: bool  # Do all outputs and gradients, unscaled, fit into bfloat16?
 
     @property
     def fits(self) -> bool:
