@@ -842,9 +842,8 @@ def test_the_command_takes_classes_and_build_from_a_script(folder, capsys, monke
     )
     keras_mp_cli.main(["replay", "--script", str(script), str(folder)])
     assert "overflows again" in " ".join(capsys.readouterr().out.split())
-    assert "the script 'nothing.py'" in refused(
-        capsys, folder, "--script", "nothing.py"
-    )
+    line = refused(capsys, folder, "--script", "nothing.py")
+    assert "cannot read the script 'nothing.py': there is no such file" in line
 
 
 def test_what_is_no_breakpoint_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
