@@ -30,7 +30,7 @@ BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
 GPU_VENV := .venv-gpu
 GPU_GATES := $(GPU_VENV)/with-cuda12
 
-.PHONY: help demo test test-notebooks check bench bench-train bench-quality gpu-gates \
+.PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality gpu-gates \
   sweep sweep-layers sweep-models clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
@@ -41,6 +41,7 @@ help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make test-notebooks   run every notebook on every backend"
+	@echo "make test-versions    run them on old and new versions of Keras and its backends"
 	@echo "make check   format, lint, check types"
 	@echo "make bench   measure what loss scaling costs, beside other packages"
 	@echo "make bench-train    measure whole training steps under each policy"
@@ -65,6 +66,11 @@ test-notebooks: $(TEST)
 	  KERAS_BACKEND=$$backend EVERY_NOTEBOOK=1 \
 	    $(BIN)/python -m pytest tests/test_notebooks.py || exit 1; \
 	done
+
+# Each set of tests/versions/sets.toml in an environment of its own. SETS="oldest nightly"
+# picks some. An hour or two for all.
+test-versions:
+	$(PYTHON) tests/versions/run.py $(SETS)
 
 # On a quiet machine. These three write the results in benchmarks/ and render its README.
 bench: $(BENCH)
@@ -105,7 +111,7 @@ check: $(CHECK)
 	$(BIN)/mypy keras_mp keras_mp_cli benchmarks sweeps
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) .venv-versions build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 

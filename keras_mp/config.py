@@ -58,7 +58,11 @@ def set_global_policy(policy: Any) -> None:
 
 
 def _policy(policy: Any) -> keras.DTypePolicy:
-    return _Undecided() if policy == "auto" else Policy(policy)
+    if policy == "auto":
+        return _Undecided()
+    found: Any = Policy(policy)
+    found._keras_mp_asked_for = True  # It is not Keras' default: see `reach.py`.
+    return found
 
 
 def restore_global_policy() -> None:

@@ -57,6 +57,7 @@ def convert(model: Any, policy: Any) -> Any:
             f"`model` must be a keras.Model or a layer. Received: model={model!r}."
         )
     policy = Policy(policy)
+    policy._keras_mp_asked_for = True
     layers = [layer for layer in private.layers_in(model) if _converts(layer)]
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))

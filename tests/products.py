@@ -10,6 +10,8 @@ import collections
 import keras
 from keras import ops
 
+from keras_mp.keras_seams import private
+
 BACKEND = keras.backend.backend()
 
 
@@ -35,6 +37,7 @@ def _jax(model, batch):
         model.optimizer.variables,
         model.metrics_variables,
     )
+    private.record_shardings(model)
     state = tuple([v.value for v in group] for group in groups)
     return _of_jaxpr(jax.make_jaxpr(model.train_step)(state, batch).jaxpr)
 

@@ -162,7 +162,7 @@ def test_the_train_step_of_the_guide_follows_float32_and_says_so_once(float32, h
         model, losses = trained("mixed_float16", model_class=guide_model(), **how)
     ours = [str(w.message) for w in caught if "scale_loss" in str(w.message)]
     assert len(ours) == 1, ours
-    assert "This `train_step` never calls `optimizer.scale_loss`" in ours[0]
+    assert "This `train_step` never calls `scale_loss` of optimizer 'sgd" in ours[0]
     assert_follows((model, losses), float32)
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
@@ -191,6 +191,110 @@ def test_an_overridden_train_step_that_calls_super_follows_float32(float32):
 
     assert_follows(trained("mixed_float16", model_class=Counting), float32)
     assert Counting.steps >= 1
+
+
+class Gan(keras.Model):
+    """As in Keras' guides: two models, whose optimizers its own `compile` takes."""
+
+    def __init__(self, scales=False):
+        super().__init__()
+        self.discriminator = keras.Sequential(
+            [keras.Input((2,)), layers.Dense(4, activation="relu"), layers.Dense(1)]
+        )
+        self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        self.scales = scales
+        self.built = True
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer = d_optimizer
+        self.g_optimizer = g_optimizer
+
+    def update(self, model, optimizer, loss_of):
+        variables = model.trainable_variables
+        scaled = optimizer.scale_loss if self.scales else lambda loss: loss
+        if BACKEND == "torch":
+            self.zero_grad()
+            scaled(loss_of()).backward()
+            gradients = [v.value.grad for v in variables]
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = scaled(loss_of())
+            gradients = tape.gradient(loss, variables)
+        optimizer.apply(gradients, variables)
+
+    def train_step(self, real):
+        noise = keras.ops.ones((keras.ops.shape(real)[0], 3))
+
+        def d_loss():
+            fake = self.generator(noise)
+            both = keras.ops.concatenate([fake, real], axis=0)
+            return keras.ops.mean(self.discriminator(both)) * self.factor
+
+        def g_loss():
+            return (
+                keras.ops.mean(self.discriminator(self.generator(noise))) * self.factor
+            )
+
+        self.update(self.discriminator, self.d_optimizer, d_loss)
+        self.update(self.generator, self.g_optimizer, g_loss)
+        return {"loss": d_loss()}
+
+    factor = 1.0
+
+
+def trained_gan(policy, factor=1.0, **arguments):
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        gan = Gan(**arguments)
+        gan.factor = factor
+        before = gan.get_weights()
+        gan.compile(*(keras.optimizers.SGD(0.1 / factor) for _ in range(2)))
+        gan.fit(np.ones((4, 2), "float32"), batch_size=2, epochs=2, verbose=0)
+    return gan, [a - b for a, b in zip(gan.get_weights(), before, strict=True)]
+
+
+not_on_jax = pytest.mark.skipif(
+    BACKEND == "jax", reason="`fit` on JAX knows the state of one optimizer"
+)
+
+
+@not_on_jax
+def test_a_gan_of_the_guides_names_each_optimizer_that_scales_nothing():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gan, moved = trained_gan("mixed_float16")
+    ours = [str(w.message) for w in caught if "scale_loss" in str(w.message)]
+    names = [o.inner_optimizer.name for o in (gan.d_optimizer, gan.g_optimizer)]
+    assert [name for name in names for text in ours if repr(name) in text] == names
+    assert len(ours) == 2
+    for ours, theirs in zip(moved, trained_gan("float32")[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+
+
+@not_on_jax
+def test_a_gan_that_scales_trains_where_float16_underflows():
+    gan, moved = trained_gan("mixed_float16", factor=1e-8, scales=True)
+    reference = trained_gan("float32", factor=1e-8)[1]
+    assert all(np.any(delta) for delta in reference)
+    for ours, theirs in zip(moved, reference, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    for optimizer in (gan.d_optimizer, gan.g_optimizer):
+        assert int(optimizer.skipped_steps) == 0 and int(optimizer.iterations) == 4
+
+
+@not_on_jax
+def test_the_summary_lists_the_optimizers_that_were_applied():
+    from keras_mp.loss_scaling import summary
+
+    summary.start()
+    gan, _ = trained_gan("mixed_float16", scales=True)
+    names = [o.inner_optimizer.name for o in (gan.d_optimizer, gan.g_optimizer)]
+    assert summary.lines() == [
+        f"{name}: loss scale 32768, 4 steps, 0 skipped" for name in names
+    ]
 
 
 def test_a_train_step_is_the_users_own_again_after_fit():

@@ -44,6 +44,10 @@ not_on_jax = pytest.mark.skipif(
 not_on_torch = pytest.mark.skipif(
     BACKEND == "torch", reason="a fact about JAX and TensorFlow"
 )
+mended_in_3_16 = pytest.mark.skipif(
+    tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16),
+    reason="Keras 3.16 has mended it; nothing of ours stands on it there",
+)
 
 
 def fact(test):
@@ -533,8 +537,8 @@ def test_dividing_a_float16_gradient_by_the_scale_stays_in_float16_on_torch():
 @fact
 def test_compile_is_defined_on_trainer():
     """The class that defines keras.Model.compile, found by scanning
-    keras.Model.__mro__, is Trainer."""
-    assert defining_class("compile").__name__ == "Trainer"
+    keras.Model.__mro__, is Trainer (BaseTrainer from Keras 3.16 on)."""
+    assert defining_class("compile").__name__ in ("Trainer", "BaseTrainer")
 
 
 @fact
@@ -779,12 +783,7 @@ def test_make_train_function_is_defined_on_the_backends_trainer():
     """make_train_function is defined on one class that every model inherits, the
     backend's trainer."""
     trainer = defining_class("make_train_function")
-    expected = {
-        "jax": "JAXTrainer",
-        "tensorflow": "TensorFlowTrainer",
-        "torch": "TorchTrainer",
-    }
-    assert trainer.__name__ == expected[BACKEND]
+    assert f"backend.{BACKEND}." in trainer.__module__
     for model in subclasses_in_keras(keras.Model):
         assert defining_class("make_train_function", model) is trainer, model
 
@@ -807,9 +806,10 @@ def test_fit_takes_the_logs_of_an_epoch_from_get_metrics_result(monkeypatch):
 
 @fact
 def test_get_metrics_result_is_defined_on_the_trainer_of_all_backends():
-    """get_metrics_result is defined on Trainer, and no model of Keras overrides it."""
+    """get_metrics_result is defined where compile is, and no model of Keras overrides
+    it."""
     trainer = defining_class("get_metrics_result")
-    assert trainer.__name__ == "Trainer"
+    assert trainer is defining_class("compile")
     for model in subclasses_in_keras(keras.Model):
         assert defining_class("get_metrics_result", model) is trainer, model
 
@@ -1123,6 +1123,7 @@ def test_from_config_keeps_a_quantized_policy():
     assert layer.from_config(layer.get_config()).dtype_policy == policy
 
 
+@mended_in_3_16
 @fact
 def test_a_policy_map_without_a_default_strips_its_live_policies_of_their_names():
     """DTypePolicyMap.get_config sets _name to None on the live policies when the
@@ -1337,7 +1338,7 @@ class Door(keras.Model):
 
 
 def dtype_of(x):
-    return keras_backend.standardize_dtype(x.dtype)
+    return keras.backend.standardize_dtype(x.dtype)
 
 
 @plain_keras
@@ -1475,6 +1476,7 @@ def test_a_policy_map_keeps_the_default_that_it_was_given():
     assert keras.dtype_policies.DTypePolicyMap()._default_policy_arg is None
 
 
+@mended_in_3_16
 @plain_keras
 @fact
 def test_a_reopened_layer_has_a_path_without_its_models_name(tmp_path):
@@ -1539,13 +1541,14 @@ def test_attention_asks_the_backend_for_its_product_at_each_call(monkeypatch):
     """ops.dot_product_attention, and with it MultiHeadAttention, looks
     `backend.nn.dot_product_attention` up at each call."""
     calls = []
-    original = keras_backend.nn.dot_product_attention
+    nn = keras_backend.nn if hasattr(keras_backend, "nn") else keras_backend.ops.nn
+    original = nn.dot_product_attention
 
     def counted(*args, **kwargs):
         calls.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(keras_backend.nn, "dot_product_attention", counted)
+    monkeypatch.setattr(nn, "dot_product_attention", counted)
     x = tensor(np.ones((1, 2, 4)))
     keras.layers.MultiHeadAttention(1, 4)(x, x)
     q = tensor(np.ones((1, 2, 1, 4)))

@@ -4,6 +4,7 @@ When an upgrade of Keras moves one, the test with its name fails here first.
 """
 
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -61,12 +62,24 @@ def test_each_name_has_its_test():
 
 
 def test_a_name_that_moved_is_an_error_of_one_sentence():
-    with pytest.raises(ImportError, match="keras.src.gone.name, and Keras .* moved it"):
-        private._find("keras.src.gone.name")
+    message = "needs keras.src.gone.name, which Keras .* does not have: run `pip"
+    with pytest.raises(ImportError, match=message):
+        private._find("keras.src.gone:name")
+
+
+@pytest.mark.once
+def test_the_newest_keras_is_the_newest_release_that_the_table_of_versions_has():
+    # For `private.moved`, which recommends it.
+    contributing = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
+    rows = re.findall(
+        r"^\| \S+ \| 3\.\d+ \| (\d+)\.(\d+)\.\d+ \|", contributing.read_text(), re.M
+    )
+    newest = max((int(major), int(minor)) for major, minor in rows)
+    assert private.NEWEST_KERAS == "{}.{}".format(*newest)
 
 
 def test_the_first_path_that_keras_has_is_taken():
-    assert private._find("keras.src.gone.name", "keras.ops.add") is ops.add
+    assert private._find("keras.src.gone:name", "keras.ops:add") is ops.add
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,17 @@ def test_a_thread_has_no_policy_until_somebody_asks():
 def test_keras_looks_the_global_policy_up_in_one_module(monkeypatch):
     monkeypatch.setattr(private.policy_module, "dtype_policy", lambda: "mine")
     assert keras.dtype_policies.get(None) == "mine"
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="there Keras 3.11 keeps shardings")
+def test_shardings_of_variables_are_recorded_anew_where_keras_does():
+    model = trained_model()
+    calls = []
+    model._record_training_state_sharding_spec = lambda: calls.append(1)
+    private.record_shardings(model)
+    del model._record_training_state_sharding_spec
+    assert calls == [1]
+    private.record_shardings(small_model())  # Nothing where there is no such method.
 
 
 def test_classes_of_keras_are_told_from_those_of_users():

@@ -174,7 +174,8 @@ class Deep(keras.Model):
 
 def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
     x = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
-    model = keras_mp.convert(Deep(8), "mixed_float16")
+    policy = keras_mp.MixedFloat16(float32=["last"])
+    model = keras_mp.convert(Deep(8), policy)
     last = model.get_layer("last")
     assert {part.compute_dtype for part in last._flatten_layers()} == {"float32"}
     y = model.predict(x, verbose=0)

@@ -4,59 +4,61 @@ Nothing else in the package touches one. Where a public way exists, it is taken:
 stands here has none. `tests/test_keras_private.py` holds each of them against Keras.
 """
 
-import importlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import keras
 from keras import layers, ops
 
+# `make test-versions` has run the tests on it. A newer Keras is welcome as long as it
+# has the names below.
+NEWEST_KERAS = "3.15"
+
+
+def moved(name: str) -> ImportError:
+    """The error for a name that this Keras has no longer, or not yet."""
+    return ImportError(
+        f"keras_mp needs {name}, which Keras {keras.__version__} does not have: run "
+        f"`pip install --upgrade keras_mp`, or install Keras 3.10 to {NEWEST_KERAS}."
+    )
+
 
 def _find(*paths: str) -> Any:
-    """The first of these names that Keras has; newer versions move some of them."""
+    """The first of these names, "module:name", that Keras has: versions move some."""
     for path in paths:
-        module, name = path.rsplit(".", 1)
         try:
-            return getattr(importlib.import_module(module), name)
+            return resolve_name(path)
         except (ImportError, AttributeError):
             continue
-    raise ImportError(
-        f"keras_mp needs {' or '.join(paths)}, and Keras {keras.__version__} has moved "
-        "it: install a newer keras_mp, or a Keras of the versions in its CONTRIBUTING."
-    )
+    raise moved(" or ".join(path.replace(":", ".") for path in paths))
 
 
 # Modules and functions -------------------------------------------------------------
 
-# `keras.ops` looks its operations up in these modules: a repair goes there.
-backend_nn = _find("keras.src.backend.nn", "keras.src.backend.ops.nn")
-backend_numpy = _find("keras.src.backend.numpy", "keras.src.backend.ops.numpy")
+# `keras.ops` looks its operations up in these modules: a repair goes there. Keras 3.16
+# moved them into `ops`; there `backend.numpy` is something else, so it comes last.
+backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
+backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
 # Every draw of a layer passes here.
-backend_random = _find("keras.src.backend.random", "keras.src.backend.ops.random")
+backend_random = _find("keras.src.backend:random")
 # A cast of ours must keep the mask that Keras attaches to a tensor.
-get_keras_mask = _find(
-    "keras.src.backend.get_keras_mask",
-    "keras.src.backend.common.masking.get_keras_mask",
-)
-set_keras_mask = _find(
-    "keras.src.backend.set_keras_mask",
-    "keras.src.backend.common.masking.set_keras_mask",
-)
+get_keras_mask = _find("keras.src.backend.common.masking:get_keras_mask")
+set_keras_mask = _find("keras.src.backend.common.masking:set_keras_mask")
 # The values that stand for variables in a stateless call, which an update rewrites.
 get_stateless_scope = _find(
-    "keras.src.backend.get_stateless_scope",
-    "keras.src.backend.common.stateless_scope.get_stateless_scope",
+    "keras.src.backend.common.stateless_scope:get_stateless_scope"
 )
 # The path that a layer is about to get, asked for during its first call.
-current_path = _find("keras.src.backend.common.name_scope.current_path")
+current_path = _find("keras.src.backend.common.name_scope:current_path")
 # The class of models with a graph, also of those that subclass it.
-Functional = _find("keras.src.models.functional.Functional")
+Functional = _find("keras.src.models.functional:Functional")
 # An optimizer that is set as an attribute must not be tracked, as in Keras' `compile`.
-untracked = _find("keras.src.utils.tracking.no_automatic_dependency_tracking")
+untracked = _find("keras.src.utils.tracking:no_automatic_dependency_tracking")
 # `dtype_policy` is looked up here by all of Keras.
-policy_module = _find("keras.src.dtype_policies.dtype_policy")
-_global_state = _find("keras.src.backend.common.global_state")
+policy_module = _find("keras.src.dtype_policies:dtype_policy")
+_global_state = _find("keras.src.backend.common:global_state")
 _NAMES = "object_name_uids"
 
 
@@ -240,6 +242,16 @@ def sequential_layers(model: Any) -> list[Any]:
 def build_from_batch(model: Any, batch: Any) -> None:
     """Builds a model, its metrics and its optimizer from one batch, as `fit` does."""
     model._symbolic_build(data_batch=batch)
+
+
+def record_shardings(model: Any) -> None:
+    """Lets Keras 3.11 and older on JAX count the variables of a wrapped optimizer.
+
+    `fit` records the sharding of each variable before `make_train_function`.
+    """
+    record = getattr(model, "_record_training_state_sharding_spec", None)
+    if record is not None:
+        record()
 
 
 def compile_config(model: Any) -> dict[str, Any]:

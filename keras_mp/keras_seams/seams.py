@@ -38,13 +38,14 @@ from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
-    scale_optimizer,
+    scale_optimizers,
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies import inputs, outputs, saving, symbolic
 from keras_mp.policies.choosing import choose_by_class, choose_policy, first_call
 from keras_mp.policies.layers import note_call
+from keras_mp.policies.reach import warn_of_unreached
 
 
 def install() -> None:
@@ -74,18 +75,24 @@ _own_get_configs: dict[Any, Callable] = {}
 
 
 def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
-    return [
+    methods = [
         ("__init__", keras.layers.Layer, _layer_init),
         ("__call__", keras.layers.Layer, _layer_call),
         ("stateless_call", keras.layers.Layer, _stateless_call),
         ("get_config", keras.layers.Layer, _layer_get_config),
         ("add_loss", keras.layers.Layer, _add_loss),
         ("build", keras.Sequential, _sequential_build),
-        ("compile", _definer("compile"), _compile),
-        ("make_train_function", _definer("make_train_function"), _make_train_function),
-        ("get_metrics_result", _definer("get_metrics_result"), _get_metrics_result),
-        *((name, module, _dtype_policy) for name, module in _policy_getters()),
-        *((name, _home(name), repair) for name, repair in engine.repairs().items()),
+        ("compile", keras.Model, _compile),
+        ("make_train_function", keras.Model, _make_train_function),
+        ("get_metrics_result", keras.Model, _get_metrics_result),
+    ]
+    # `keras.ops` looks an operation up in one of these.
+    backend = private.backend_nn, private.backend_numpy
+    getters, repairs = _policy_getters(), engine.repairs().items()
+    return [
+        *((name, _definer(name, owner), seam) for name, owner, seam in methods),
+        *((name, _home(name, place), _dtype_policy) for name, place in getters),
+        *((name, _home(name, *backend), repair) for name, repair in repairs),
     ]
 
 
@@ -99,16 +106,18 @@ def _policy_getters() -> list[tuple[str, Any]]:
     ]
 
 
-def _home(operation: str) -> Any:
-    """The module of Keras' backend in which `keras.ops` looks an operation up."""
-    modules = (private.backend_nn, private.backend_numpy)
-    return next(module for module in modules if operation in vars(module))
+def _home(name: str, *places: Any) -> Any:
+    """The first of these modules or classes that defines the name."""
+    for place in places:
+        if name in vars(place):
+            return place
+    raise private.moved(f"{places[0].__name__}.{name}")
 
 
-def _definer(name: str) -> type:
+def _definer(name: str, owner: type = keras.Model) -> Any:
     # Not keras.Model: Keras compares its methods with those of the class that defines
     # them, when it loads a model.
-    return next(c for c in keras.Model.__mro__ if name in vars(c))
+    return _home(name, *owner.__mro__)
 
 
 def _dtype_policy(original: Callable) -> Callable:
@@ -237,7 +246,8 @@ def _compile(original: Callable) -> Callable:
             private.compile_config(self)["auto_scale_loss"] = False
         if changed := outputs.keep_outputs_in_float32(self):
             symbolic.refresh(self, changed)
-        scale_optimizer(self)
+        scale_optimizers(self)
+        warn_of_unreached(self)
         return result
 
     return compile
@@ -246,7 +256,8 @@ def _compile(original: Callable) -> Callable:
 def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
         # Layers that a subclassed model builds at its first call are known only now.
-        scale_optimizer(self)
+        scale_optimizers(self)
+        private.record_shardings(self)
         vars(self).pop(ONCE, None)  # Left by a `fit` that an exception has ended.
         before = self.train_function
         wrap = functools.partial(_train_step, self)
@@ -264,17 +275,17 @@ def _train_step(model: Any, original: Callable) -> Callable:
         is vars(_definer("train_step"))["train_step"]
     )
 
-    built = False
+    built = examined = False
 
     @functools.wraps(original)
     def train_step(*args: Any) -> Any:
-        nonlocal built
+        nonlocal built, examined
         # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
         # built, nobody looks again.
         built = built or all(layer.built for layer in private.layers_in(model))
         if not built and keras_own:
             engine.build(model, *args)
-            scale_optimizer(model)
+            scale_optimizers(model)
         step = original
         scaling = loss_scaling_of(model.optimizer)
         if scaling is not None:
@@ -284,7 +295,8 @@ def _train_step(model: Any, original: Callable) -> Callable:
             result = step(*args)
         if not built and not keras_own:
             # What the step has built is known now, and TensorFlow traces it again.
-            scale_optimizer(model)
+            scale_optimizers(model)
+        examined = examined or warn_of_unreached(model)
         return result
 
     return train_step

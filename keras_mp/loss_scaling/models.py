@@ -48,17 +48,31 @@ def losses_in_float32(losses: Any) -> Any:
     return keras.tree.map_structure(cast, losses)
 
 
-def scale_optimizer(model: Any) -> None:
-    """Wraps the model's optimizer if the model needs it and nothing scales it yet."""
-    optimizer = model.optimizer
-    if _needs_scaling(model, optimizer):
+def scale_optimizers(model: Any) -> None:
+    """Wraps the model's optimizers if the model needs it and nothing scales them yet.
+
+    Beside `model.optimizer` a model with a `train_step` of its own may hold others as
+    attributes, a GAN for one.
+    """
+    own = model.optimizer
+    others = {
+        name: value
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer) and value is not own
+    }
+    for name, optimizer in {"optimizer": own, **others}.items():
+        if _needs_scaling(model, optimizer):
+            _set_optimizer(model, name, _scaled(model, optimizer))
+        summary.note(getattr(model, name))
+
+
+def _scaled(model: Any, optimizer: Any) -> LossScaleOptimizer:
+    with engine.optimizer_scope(model):
         # Compiled with the same optimizer again, a model keeps scale and moments.
-        with engine.optimizer_scope(model):
-            optimizer = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
-            if model.optimizer.built and not optimizer.built:
-                optimizer.build(model.trainable_variables)
-        _set_optimizer(model, optimizer)
-    summary.note(model.optimizer)
+        scaled = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
+        if optimizer.built and not scaled.built:
+            scaled.build(private.own_trainable(optimizer))
+    return scaled
 
 
 def rescale_optimizer(model: Any) -> None:
@@ -69,12 +83,16 @@ def rescale_optimizer(model: Any) -> None:
     """
     optimizer = model.optimizer
     if isinstance(optimizer, LossScaleOptimizer) and not computes_in_float16(model):
-        _set_optimizer(model, optimizer.inner_optimizer, wrapper=optimizer)
+        _set_optimizer(model, "optimizer", optimizer.inner_optimizer)
+        # `wrapper_of` alone does not keep it alive.
+        vars(model)["_keras_mp_wrapper"] = optimizer
         # Files say what `compile` was given.
         config = private.compile_config(model)
         if config["optimizer"] is optimizer:
             config["optimizer"] = optimizer.inner_optimizer
-    scale_optimizer(model)
+    scale_optimizers(model)
+    if isinstance(model.optimizer, LossScaleOptimizer):
+        vars(model).pop("_keras_mp_wrapper", None)
 
 
 def _needs_scaling(model: Any, optimizer: Any) -> bool:
@@ -88,6 +106,5 @@ def _needs_scaling(model: Any, optimizer: Any) -> bool:
 
 
 @private.untracked
-def _set_optimizer(model: Any, optimizer: Any, wrapper: Any = None) -> None:
-    model.optimizer = optimizer
-    model._keras_mp_wrapper = wrapper  # `wrapper_of` alone does not keep it alive.
+def _set_optimizer(model: Any, name: str, optimizer: Any) -> None:
+    setattr(model, name, optimizer)

@@ -291,7 +291,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         scaling, inner = self._loss_scaling, self.inner_optimizer
         tracing = engine.is_tracing()
         update = functools.partial(self._update, variables)
-        if scaling.stage.take(tracing):
+        if scaling.stage.take(tracing, inner.name):
             scaling.underflow.look(grads, variables)
             if stay_finite(variables, inner, scaling.rule.min_scale):
                 # Where they are written: TensorFlow's graphs reuse their memory there.

@@ -83,8 +83,12 @@ class GradientStage:
         self._traced = traced or tracing
         self._unscaled_since = True
 
-    def take(self, tracing: bool) -> bool:
+    def take(self, tracing: bool, name: str) -> bool:
         """Gradients arrive at `apply`: must they be divided by the scale?
+
+        Args:
+            tracing: inside a function being compiled.
+            name: the optimizer's, for the user.
 
         Raises:
             ValueError: inside a `train_step` that did not scale its loss, if earlier
@@ -95,7 +99,8 @@ class GradientStage:
         if seen is None or id(self) in seen:
             if self.stage is Stage.NEVER_SCALED:
                 self._warn(
-                    "Gradients were applied, but no loss was ever scaled. They are "
+                    f"Optimizer {name!r} applies gradients, but no loss was ever "
+                    "scaled. They are "
                     "divided by the loss scale all the same, so the update is too "
                     "small by that factor if they are not scaled. Compute them from "
                     "`optimizer.scale_loss(loss)`."
@@ -106,15 +111,15 @@ class GradientStage:
             return self.stage is Stage.SCALED
         if self.stage is not Stage.NEVER_SCALED:
             raise ValueError(
-                "This `train_step` never called `optimizer.scale_loss`, but an earlier "
-                "one of the same optimizer did: whether its gradients are scaled "
-                "cannot be told. Compute them from `self.optimizer.scale_loss(loss)`, "
-                "or compile the model anew."
+                f"This `train_step` never called `scale_loss` of optimizer {name!r}, "
+                "but an earlier one did: its gradients may be scaled or not. Compute "
+                "them from `optimizer.scale_loss(loss)`, or compile the model anew."
             )
         self._warn(
-            "This `train_step` never calls `optimizer.scale_loss`: its gradients are "
-            "applied as they are, without loss scaling, and those below 2**-24 are "
-            "lost in float16. Compute them from `self.optimizer.scale_loss(loss)`."
+            f"This `train_step` never calls `scale_loss` of optimizer {name!r}: its "
+            "gradients are applied as they are, without loss scaling, and those below "
+            "2**-24 are lost in float16. Compute them from "
+            "`optimizer.scale_loss(loss)`."
         )
         return False
 

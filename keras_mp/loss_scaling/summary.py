@@ -1,4 +1,4 @@
-"""The final numbers of each optimizer that a program compiled a model with.
+"""The final numbers of each optimizer that a program trained a model with.
 
 `keras-mp run` prints them. The script may have dropped its optimizers by then, so their
 counters, a few scalars, are kept here from `start` on.
@@ -22,6 +22,11 @@ class Entry:
     iterations: keras.Variable
     loss_scale: keras.Variable | None
     skipped_steps: keras.Variable | None
+
+    def is_applied(self) -> bool:
+        """Has it taken a step, if only one that was skipped?"""
+        counts = (self.iterations, self.skipped_steps)
+        return any(int(_number(count)) for count in counts if count is not None)
 
     def __str__(self) -> str:
         steps = f"{int(_number(self.iterations))} steps"
@@ -62,5 +67,10 @@ def note(optimizer: Any) -> None:
 
 
 def lines() -> list[str]:
-    """One line for each optimizer: name, final loss scale, steps, skipped steps."""
-    return [str(entry) for entry in (_entries or {}).values()]
+    """One line for each optimizer: name, final loss scale, steps, skipped steps.
+
+    Without those that were never applied, unless that holds for all.
+    """
+    entries = list((_entries or {}).values())
+    applied = [entry for entry in entries if entry.is_applied()]
+    return [str(entry) for entry in applied or entries]

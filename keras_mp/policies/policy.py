@@ -52,6 +52,7 @@ class MixedPolicy(keras.DTypePolicy):
         super().__init__(chosen)
         self.float32 = tuple(float32)
         self._users_rules = tuple(user_rule(p) for p in self.float32)
+        self._matched: set[str] = set()
 
     @property
     def rules(self) -> RuleTable:
@@ -74,6 +75,7 @@ class MixedPolicy(keras.DTypePolicy):
     def _rule_for(self, layer: Any, copied: bool = False) -> Rule | None:
         for rule in self.rules:
             if rule.matches(layer):
+                self._matched.add(rule.name)
                 return rule
         # A wrapper computes in the precision of what it wraps: some call its `call`.
         copied = copied or copies_children(layer)
@@ -83,6 +85,19 @@ class MixedPolicy(keras.DTypePolicy):
             if of_part := self._rule_for(part, copied):
                 return of_part
         return None
+
+    def unmatched_patterns(self, layers: Iterable[Any]) -> list[str]:
+        """The regular expressions of `float32` that match none of these layers.
+
+        Nor have decided for any other before: a policy may be for several models.
+        """
+        return [
+            rule.name
+            for rule, entry in zip(self._users_rules, self.float32, strict=True)
+            if isinstance(entry, str)
+            and rule.name not in self._matched
+            and not any(map(rule.matches, layers))
+        ]
 
     def get_config(self) -> dict[str, Any]:
         return {"name": str(self.name)}

@@ -1,6 +1,7 @@
 """A rule: a predicate on a layer, with a reason and its source."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -82,21 +83,23 @@ def user_rule(pattern: Any) -> Rule:
         return _users(pattern.__name__, (pattern,))
     if isinstance(pattern, str):
         try:
-            expression = re.compile(pattern)
+            re.compile(pattern)
         except re.error as error:
             raise ValueError(
                 "`float32` must hold valid regular expressions. Received: "
                 f"float32=[{pattern!r}], which is not: {error}."
             ) from error
-        return _users(
-            pattern, lambda layer: bool(expression.fullmatch(layer_path(layer)))
-        )
+        return _users(pattern, functools.partial(_has_path, pattern))
     if callable(pattern) and not isinstance(pattern, (type, keras.layers.Layer)):
         return _users(getattr(pattern, "__name__", repr(pattern)), pattern)
     raise TypeError(
         "`float32` must hold layer classes, regular expressions of layer paths, "
         f"predicates layer -> bool, or rules. Received: float32=[{pattern!r}]."
     )
+
+
+def _has_path(pattern: str, layer: Any) -> bool:
+    return re.fullmatch(pattern, layer_path(layer)) is not None
 
 
 def _users(name: str, applies: Any) -> Rule:

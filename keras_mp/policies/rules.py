@@ -28,6 +28,11 @@ def is_softmax(layer: Any) -> bool:
     return isinstance(layer, layers.Softmax) or activation_of(layer) in SOFTMAX_NAMES
 
 
+def _if_there(*names: str) -> tuple[type, ...]:
+    """The layers of these names, without those that came after this Keras."""
+    return tuple(getattr(layers, name) for name in names if hasattr(layers, name))
+
+
 def is_wide_average(layer: Any) -> bool:
     """Does the layer average windows so wide that sums in half precision are off?"""
     pooling = (layers.AveragePooling1D, layers.AveragePooling2D)
@@ -131,9 +136,11 @@ RULES = RuleTable(
                 layers.GlobalAveragePooling1D,
                 layers.Average,
                 layers.AveragePooling3D,
-                layers.AdaptiveAveragePooling1D,
-                layers.AdaptiveAveragePooling2D,
-                layers.AdaptiveAveragePooling3D,
+                *_if_there(
+                    "AdaptiveAveragePooling1D",
+                    "AdaptiveAveragePooling2D",
+                    "AdaptiveAveragePooling3D",
+                ),
             ),
             "the sum, and the count of a mask, pass 65504 where the average does not",
             _MEASURED,
@@ -170,7 +177,7 @@ RULES = RuleTable(
         ),
         Rule(
             "3-D max pooling",
-            (layers.MaxPooling3D, layers.AdaptiveMaxPooling3D),
+            (layers.MaxPooling3D, *_if_there("AdaptiveMaxPooling3D")),
             "there is no float16 kernel for CPUs",
             _MEASURED,
             ("tensorflow",),

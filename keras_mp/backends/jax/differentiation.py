@@ -11,7 +11,10 @@ def differentiate(
     function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
 ) -> tuple[Any, list, list, list]:
     """See `Engine.differentiate`."""
-    from jax.extend.core import get_opaque_trace_state  # Keras does not import it.
+    try:
+        from jax.extend.core import get_opaque_trace_state  # Keras does not import it.
+    except ImportError:  # JAX 0.8 and older have it here.
+        from jax.core import get_opaque_trace_state
 
     ids = {id(v) for v in variables}
     others = [v for v in state if id(v) not in ids]

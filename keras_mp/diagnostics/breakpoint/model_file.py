@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_mp.errors import BreakpointError
-from keras_mp.loss_scaling.models import scale_optimizer
+from keras_mp.loss_scaling.models import scale_optimizers
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 
 MODEL = "model.keras"
@@ -86,5 +86,5 @@ def _built(model: Any, data: Any) -> Any:
         )
     if not model.built:
         model(data)
-    scale_optimizer(model)  # Its layers are known only now.
+    scale_optimizers(model)  # Its layers are known only now.
     return model

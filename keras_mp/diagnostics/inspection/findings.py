@@ -21,6 +21,7 @@ from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
 from keras_mp.policies.policy import HALF
+from keras_mp.policies.reach import unreached
 from keras_mp.policies.symbolic import graph_of
 
 layers = keras.layers
@@ -69,6 +70,7 @@ def _all(
 ) -> Iterator[tuple[str, str, str]]:
     yield from _half_outputs(model)
     yield from _unscaled(model)
+    yield from unreached(model)
     for layer in computing:
         yield from _hand_casts(layer)
         yield from _epsilons(layer)

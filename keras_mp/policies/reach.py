@@ -1,0 +1,72 @@
+"""Policies that reach no layer: set too late, or for a path that no layer has."""
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_mp.keras_seams import private
+from keras_mp.policies.choosing import decision_for
+from keras_mp.policies.layers import layer_path, policy_of
+from keras_mp.policies.policy import HALF, chooser_of
+
+# The models that were warned about, or need no warning.
+_examined: weakref.WeakSet = weakref.WeakSet()
+
+
+def warn_of_unreached(model: Any) -> bool:
+    """Warns once of the policies that reach no layer of a model, when it is built.
+
+    Returns:
+        Whether there is nothing left to look at.
+    """
+    if model not in _examined and all(x.built for x in private.layers_in(model)):
+        _examined.add(model)
+        for path, sentence, remedy in unreached(model):
+            warnings.warn(f"{path} {sentence} {remedy}", stacklevel=3)
+    return model in _examined
+
+
+def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
+    """What reaches no layer of a built model: its path, a sentence and a remedy."""
+    layers = private.layers_in(model)
+    if _is_late(model, layers):
+        name = keras.config.dtype_policy().name
+        yield (
+            layer_path(model),
+            f"was created before {name} became the global policy, and computes in "
+            "float32.",
+            "Set the policy before the model is created, or call "
+            f"`keras_mp.convert(model, {str(name)!r})`.",
+        )
+    decisions = [d for d in map(decision_for, layers) if d is not None]
+    choosers = [chooser_of(policy_of(layer)) for layer in layers]
+    choosers += [decision.chooser for decision in decisions]
+    for policy in {id(chooser): chooser for chooser in choosers if chooser}.values():
+        for pattern in policy.unmatched_patterns(layers):
+            paths = [layer_path(layer) for layer in layers[1:3]]
+            yield (
+                layer_path(model),
+                f"has no layer that float32=[{pattern!r}] matches, nor had any model "
+                "before it.",
+                "A pattern has to match the whole path of a layer, such as "
+                f"{' or '.join(map(repr, paths))}.",
+            )
+
+
+def _is_late(model: Any, layers: list[Any]) -> bool:
+    """Has a model float32 as Keras' default, although the global policy is ours now?
+
+    Layers that nobody gave a policy share one object with their model.
+    """
+    own = policy_of(model)
+    return (
+        chooser_of(keras.config.dtype_policy()) is not None
+        and own.name == "float32"
+        and not getattr(own, "_keras_mp_asked_for", False)
+        and any(policy_of(x) is own and x.weights for x in layers[1:])
+        and not any(policy_of(x).compute_dtype in HALF for x in layers)
+        and not any(decision_for(x) for x in layers)
+    )

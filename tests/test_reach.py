@@ -1,0 +1,121 @@
+"""Policies that reach no layer are named, once: set too late, or with a typo."""
+
+import copy
+import pickle
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_mp
+
+X, Y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+
+
+def model():
+    return keras.Sequential(
+        [keras.Input((2,)), layers.Dense(3, name="early"), layers.Dense(1)]
+    )
+
+
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.early, self.late = layers.Dense(3, name="early"), layers.Dense(1)
+
+    def call(self, x):
+        return self.late(self.early(x))
+
+
+MODELS = {"graph": model, "subclassed": Net}
+
+
+@pytest.fixture
+def keras_default():
+    keras.utils.clear_session()
+    keras_mp.config._of_process = None
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def messages(trained, fits=2, loss="mse"):
+    """What is said of a policy while a model is compiled and trained."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained.compile("sgd", loss)
+        for _ in range(fits):
+            trained.fit(X, Y, verbose=0)
+    said = [w for w in caught if "float32" in str(w.message)]
+    return [str(w.message) for w in said]
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_policy_that_is_set_after_the_model_is_created_is_named_once(
+    make, keras_default
+):
+    late = make()
+    keras_mp.set_global_policy("mixed_float16")
+    (message,) = messages(late)
+    assert f"{late.name} was created before mixed_float16 became" in message
+    assert "keras_mp.convert(model, 'mixed_float16')" in message
+    (finding,) = [w for w in keras_mp.inspect(late).warnings if "became" in w.sentence]
+    assert "was created before mixed_float16" in finding.sentence
+
+
+def test_it_is_said_where_the_user_calls_compile(keras_default):
+    late = model()
+    keras_mp.set_global_policy("mixed_bfloat16")
+    with pytest.warns(UserWarning, match="was created before") as caught:
+        late.compile("sgd", "mse")
+    assert caught[0].filename == __file__
+
+
+def test_a_model_that_is_meant_to_be_float32_is_not_named(keras_default):
+    explicit = keras.Sequential([keras.Input((2,)), layers.Dense(1, dtype="float32")])
+    with keras_mp.policy_scope("float32"):
+        scoped = model()
+    keras_mp.set_global_policy("mixed_float16")
+    converted = keras_mp.convert(model(), "float32")
+    own = keras.Sequential([keras.Input((2,)), layers.Dense(1, dtype="float32")])
+    for meant in (explicit, scoped, converted, own, model()):
+        assert messages(meant) == []
+
+
+def test_a_float32_model_under_float32_is_not_named(keras_default):
+    assert messages(model()) == []
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_pattern_that_matches_no_layer_is_named_once(make):
+    policy = keras_mp.MixedFloat16(float32=["earl", ".*early"])
+    with keras_mp.policy_scope(policy):
+        trained = make()
+    (message,) = messages(trained)
+    assert "has no layer that float32=['earl'] matches" in message
+    assert "early'" in message  # A path as it has to be matched.
+    assert any(
+        "float32=['earl']" in w.sentence for w in keras_mp.inspect(trained).warnings
+    )
+
+
+def test_a_pattern_that_another_rule_comes_before_is_not_named():
+    policy = keras_mp.MixedFloat16(float32=[layers.Dense, ".*early"])
+    with keras_mp.policy_scope(policy):
+        assert messages(model()) == []
+
+
+def test_a_pattern_for_an_earlier_model_is_not_named():
+    with keras_mp.policy_scope(keras_mp.MixedFloat16(float32=[".*early"])):
+        model()
+        other = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        assert messages(other) == []
+
+
+def test_a_policy_with_a_pattern_can_be_copied_and_pickled():
+    policy = keras_mp.MixedFloat16(float32=["decoder/.*", layers.LayerNormalization])
+    for twin in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        assert twin == policy and twin.float32 == policy.float32
+        with keras_mp.policy_scope(twin):
+            assert layers.LayerNormalization().compute_dtype == "float32"
+            assert layers.Dense(1).compute_dtype == "float16"
