@@ -1,9 +1,7 @@
 """The pictures of the suites `cost` and `train`."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from keras_mp.display.plots.figures import Picture, our_style
@@ -34,7 +32,7 @@ def plot_cost(
     Returns:
         A figure with a caption, on an Agg canvas.
     """
-    figure = _figure(10, 1.8 + 0.55 * len(ratios))
+    figure = Picture(10, 1.8 + 0.55 * len(ratios))
     axes = figure.subplots()
     peers = list(dict.fromkeys(p for found in ratios.values() for p in found))
     for number, peer in enumerate(peers):
@@ -67,8 +65,7 @@ def plot_cost(
     axes.set_xlabel("step time over the same step without loss scaling (no unit, log)")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    return _captioned(
-        figure,
+    return figure.captioned(
         "The nearer to the dashed line the better: there a step takes as long as one "
         "that does not scale. Medians over pairs of stretches of steps, right after "
         "each other; the thin lines are the quartiles. Pale: inconclusive, a "
@@ -89,7 +86,7 @@ def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figur
         A figure of two panels with a caption, on an Agg canvas.
     """
     rows = list(dict.fromkeys(row for found in ratios.values() for row in found))
-    figure = _figure(11, 2 + 0.5 * len(rows))
+    figure = Picture(11, 2 + 0.5 * len(rows))
     panels = figure.subplots(1, len(ratios), sharey=True)
     colours = ("#56B4E9", "#D55E00", "#009E73")
     for axes, (what, found) in zip(panels, ratios.items(), strict=True):
@@ -112,24 +109,9 @@ def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figur
         axes.set_xlabel("times that of float32 without TF32 (no unit)")
         axes.grid(axis="x", alpha=0.3)
     panels[0].legend()
-    return _captioned(
-        figure,
+    return figure.captioned(
         "Left: examples per second; right of the dashed line is faster than float32. "
         "Right: the most memory that a step takes; left of the line is less.",
         characters=140,
         inches=0.6,
     )
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Picture(figsize=(width, height), dpi=120)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _captioned(figure: Figure, caption: str, characters: int, inches: float) -> Figure:
-    """The figure with a caption in lines of so many characters, in so much space."""
-    text = textwrap.fill(caption, characters)
-    figure.text(0.015, 0.02, text, fontsize=9.5, va="bottom")
-    figure.tight_layout(rect=(0, inches / figure.get_figheight(), 1, 1))
-    return figure

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_mp_cli.missing import needed, needed_backend
+from keras_mp_cli.missing import BACKENDS, needed
 
 # Before anything else, so that one sentence says what to install. Keras imports its
 # backend, and rich, which draws the tables here too.
-with needed("keras_mp", "rich"), needed_backend():
+with needed("keras_mp", "rich", *BACKENDS):
     import keras  # noqa: F401
     import rich  # noqa: F401
 

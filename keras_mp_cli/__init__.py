@@ -22,6 +22,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(**options)
         return
     try:
-        getattr(commands, command)(**options)
+        commands.start(command, **options)
     except MissingPackageError as error:
         fail(str(error))

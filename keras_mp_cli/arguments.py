@@ -1,11 +1,10 @@
 """The arguments of every command."""
 
 import argparse
-import importlib.metadata
 import os
 from typing import Any
 
-from keras_mp_cli.missing import BACKENDS
+from keras_mp_cli.missing import BACKENDS, version_of
 
 POLICIES = ("auto", "mixed_float16", "mixed_bfloat16", "float32")
 
@@ -17,7 +16,8 @@ def parser() -> argparse.ArgumentParser:
         description="Mixed precision for Keras 3.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"keras-mp {_version()}")
+    version = f"keras-mp {version_of('keras_mp')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True
     )
@@ -27,36 +27,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _demo(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "demo",
-        allow_abbrev=False,
-        help="train a small network under three policies and compare them",
-        description="Trains a small convolutional network on scikit-learn's "
-        "handwritten digits under float32, mixed_float16 and mixed_bfloat16, prints "
-        "a table and draws the loss and the loss scale over time.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "train a small network under three policies and compare them",
+        "Trains a small convolutional network on scikit-learn's handwritten digits "
+        "under float32, mixed_float16 and mixed_bfloat16, prints a table and draws "
+        "the loss and the loss scale over time.",
     )
     _add_backend(command)
     _add_number(command, "--epochs", 12, "epochs under each policy")
-    command.add_argument(
-        "--out",
-        type=_file_to_write,
-        default="keras_mp_demo.png",
-        metavar="PATH",
-        help="where to write the picture",
-    )
+    _add_file(command, "keras_mp_demo.png", "where to write the picture")
 
 
 def _compare(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "compare",
-        allow_abbrev=False,
-        help="train what a script defines under several policies, and compare",
-        description="Imports a script that defines build(), which returns a compiled "
-        "model, and data(), which returns (train, validation). Trains under each "
-        "policy from the same weights with the same batches, and prints what differs: "
-        "metrics, time, memory, skipped steps.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "train what a script defines under several policies, and compare",
+        "Imports a script that defines build(), which returns a compiled model, and "
+        "data(), which returns (train, validation). Trains under each policy from the "
+        "same weights with the same batches, and prints what differs: metrics, time, "
+        "memory, skipped steps.",
     )
     _add_backend(command)
     command.add_argument(
@@ -69,54 +61,50 @@ def _compare(commands: Any) -> None:
     _add_number(command, "--seeds", 3, "trainings under each policy")
     _add_number(command, "--epochs", 1, "epochs of each training")
     _add_number(command, "--batch-size", 32, "the batch size, where data are arrays")
-    command.add_argument(
-        "--out",
-        type=_file_to_write,
-        default=argparse.SUPPRESS,
-        metavar="PATH",
-        help="where to write the comparison as HTML, with a picture",
-    )
+    text = "where to write the comparison as HTML, with a picture"
+    _add_file(command, argparse.SUPPRESS, text)
     command.add_argument("script", metavar="SCRIPT", help="a Python file")
 
 
 def _doctor(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "doctor",
-        allow_abbrev=False,
-        help="print what hardware is here, what is fast on it, which policy suits it",
-        description="Prints the backend, its devices and the driver, times matrix "
-        "products in float32, float16 and bfloat16 for a second, and says which "
-        "policy `auto` picks, why, and what is missing.",
+        "print what hardware is here, what is fast on it, which policy suits it",
+        "Prints the backend, its devices and the driver, times matrix products in "
+        "float32, float16 and bfloat16 for a second, and says which policy `auto` "
+        "picks, why, and what is missing.",
     )
     _add_backend(command)
 
 
 def _inspect(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "inspect",
-        allow_abbrev=False,
-        help="print what the layers of a saved model compute in, and why",
-        description="Opens a saved Keras model and prints what every layer computes "
-        "in and returns, what decided that, how large the layer is, and warnings. "
-        "The model is not run.",
+        "print what the layers of a saved model compute in, and why",
+        "Opens a saved Keras model and prints what every layer computes in and "
+        "returns, what decided that, how large the layer is, and warnings. The model "
+        "is not run.",
     )
     _add_backend(command)
     command.add_argument("model", metavar="MODEL", help="a .keras or .h5 file")
 
 
 def _replay(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "replay",
-        allow_abbrev=False,
-        help="repeat a step that overflowed and was saved by OverflowBreakpoint",
-        description="Opens what the callback OverflowBreakpoint saved and repeats the "
-        "step at the loss scale at which it overflowed. Prints whether it overflows "
-        "here too, and what keras_mp.diagnose finds. Runs on the backend on which the "
-        "step was saved, unless --backend names another.",
+        "repeat a step that overflowed and was saved by OverflowBreakpoint",
+        "Opens what the callback OverflowBreakpoint saved and repeats the step at the "
+        "loss scale at which it overflowed. Prints whether it overflows here too, and "
+        "what keras_mp.diagnose finds. Runs on the backend on which the step was "
+        "saved, unless --backend names another.",
     )
     _add_backend(command)
     command.add_argument(
         "--script",
+        default=argparse.SUPPRESS,
         metavar="SCRIPT",
         help="a script that defines the model's own classes; if only the weights "
         "could be saved, also `build()`, which returns the compiled model. It is not "
@@ -126,20 +114,20 @@ def _replay(commands: Any) -> None:
 
 
 def _run(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "run",
-        allow_abbrev=False,
-        help="run an unmodified Keras training script under a policy",
-        description="Runs a Keras training script as `python SCRIPT ARGS` would, and "
-        "sets the global policy as soon as the script has imported Keras. A policy "
-        "that the script sets itself wins. At the end, prints one line for each "
-        "optimizer on stderr: loss scale, steps, skipped steps.",
+        "run an unmodified Keras training script under a policy",
+        "Runs a Keras training script as `python SCRIPT ARGS` would, and sets the "
+        "global policy as soon as the script has imported Keras. A policy that the "
+        "script sets itself wins. At the end, prints one line for each optimizer on "
+        "stderr: loss scale, steps, skipped steps.",
     )
     command.add_argument(
         "--policy",
         choices=POLICIES,
         default="auto",
-        help="the policy; auto picks the one that suits the hardware (default: auto)",
+        help="the policy; auto picks the one that suits the hardware",
     )
     command.add_argument("script", metavar="SCRIPT", help="the training script")
     command.add_argument(
@@ -147,6 +135,18 @@ def _run(commands: Any) -> None:
         metavar="ARGS",
         nargs=argparse.REMAINDER,
         help="the script's own arguments: everything after SCRIPT",
+    )
+
+
+def _command(
+    commands: Any, name: str, summary: str, description: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        allow_abbrev=False,
+        help=summary,
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
 
 
@@ -169,16 +169,18 @@ def _add_number(
     )
 
 
+def _add_file(command: argparse.ArgumentParser, default: str, text: str) -> None:
+    command.add_argument(
+        "--out", type=_file_to_write, default=default, metavar="PATH", help=text
+    )
+
+
 def _at_least_one(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(
             f"must be a whole number of at least 1. Received: {text}"
         )
-    return number
+    return int(text)
 
 
 def _file_to_write(text: str) -> str:
@@ -189,10 +191,3 @@ def _file_to_write(text: str) -> str:
             f"must be a file in a folder that exists. Received: {text}"
         )
     return text
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("keras_mp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

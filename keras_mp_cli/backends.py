@@ -34,19 +34,17 @@ def choose_backend(asked: str | None, preferred: str | None = None) -> str:
 def configured_backend() -> str | None:
     """The backend in Keras' configuration file, read without importing Keras."""
     folder = os.path.expanduser(os.environ.get("KERAS_HOME", "~/.keras"))
-    # Keras, too, goes on without a file that is missing or damaged.
-    with contextlib.suppress(OSError, ValueError):
-        with open(os.path.join(folder, "keras.json"), encoding="utf-8") as file:
-            config = json.load(file)
-        if isinstance(config, dict):
-            backend = config.get("backend")
-            return backend if isinstance(backend, str) else None
-    return None
+    return _backend_in(os.path.join(folder, "keras.json"))
 
 
 def backend_of_breakpoint(folder: str) -> str | None:
     """The backend that a breakpoint was saved on; None if that cannot be read."""
+    return _backend_in(os.path.join(folder, "breakpoint.json"))
+
+
+def _backend_in(path: str) -> str | None:
+    # Keras, too, goes on without a file that is missing or damaged.
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        with open(os.path.join(folder, "breakpoint.json"), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             return json.load(file).get("backend")
     return None

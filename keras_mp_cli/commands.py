@@ -1,8 +1,9 @@
-"""The commands but `run`: each chooses the backend and hands on to `keras_mp.cli`.
+"""The commands but `run`: the backend is chosen, and `keras_mp.cli` does the rest.
 
 Only here may Keras be imported, and only after KERAS_BACKEND is set.
 """
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -14,56 +15,22 @@ from keras_mp_cli.backends import backend_of_breakpoint, choose_backend
 from keras_mp_cli.messages import fail
 
 
-def demo(epochs: int, out: str, backend: str | None = None) -> None:
-    """Trains handwritten digits under three policies."""
-    os.environ["KERAS_BACKEND"] = choose_backend(backend)
-    from keras_mp.cli.demo import demo
-
-    demo(epochs=epochs, out=out)
-
-
-def doctor(backend: str | None = None) -> None:
-    """Prints what hardware is here, what is fast on it, and what "auto" picks."""
-    os.environ["KERAS_BACKEND"] = choose_backend(backend)
-    from keras_mp.cli.doctor import doctor
-
-    doctor()
-
-
-def inspect(model: str, backend: str | None = None) -> None:
-    """Prints what the layers of a model in a file compute in."""
-    if not os.path.isfile(model):
-        fail(f"cannot read the model {model!r}: there is no such file")
-    os.environ["KERAS_BACKEND"] = choose_backend(backend)
-    from keras_mp.cli.inspect import inspect
-
-    inspect(model)
+def start(command: str, backend: str | None = None, **options: Any) -> None:
+    """Calls the function in `keras_mp.cli` that has the name of the command."""
+    preferred = None
+    if command == "inspect" and not os.path.isfile(options["model"]):
+        fail(f"cannot read the model {options['model']!r}: there is no such file")
+    if command == "replay":
+        preferred = backend_of_breakpoint(options["folder"])
+    os.environ["KERAS_BACKEND"] = choose_backend(backend, preferred)
+    if command == "compare":
+        # Imported before Keras: it may choose the backend in its first lines.
+        options.update(module=import_script(options["script"]), backend=backend)
+    function = getattr(importlib.import_module(f"keras_mp.cli.{command}"), command)
+    function(**options)
 
 
-def compare(
-    script: str, backend: str | None = None, out: str | None = None, **options: Any
-) -> None:
-    """Trains what a script defines under several policies, and prints what differs.
-
-    The script is imported as a module, before Keras is: it may choose the backend in
-    its first lines, as it may without us, but not another one than `backend`.
-    """
-    os.environ["KERAS_BACKEND"] = choose_backend(backend)
-    module = _imported(script)
-    from keras_mp.cli.compare import compare
-
-    compare(script, module, backend, out, **options)
-
-
-def replay(folder: str, script: str | None, backend: str | None = None) -> None:
-    """Takes a saved step again, on the backend asked for or on the step's own."""
-    os.environ["KERAS_BACKEND"] = choose_backend(backend, backend_of_breakpoint(folder))
-    from keras_mp.cli.replay import replay
-
-    replay(folder, script)
-
-
-def _imported(script: str) -> types.ModuleType:
+def import_script(script: str) -> types.ModuleType:
     """The script as a module, which finds those beside it; without its main part."""
     path = os.path.join(os.getcwd(), script)
     name = os.path.splitext(os.path.basename(path))[0].replace(".", "_")

@@ -5,6 +5,7 @@ does the command line before Keras is.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
@@ -27,13 +28,18 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def missing_package(purpose: str, module: str) -> MissingPackageError:
-    """The error for a package that something needs.
+def version_of(package: str, otherwise: str = "(not installed)") -> str:
+    """The version of a package, or what to show if pip does not know it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
 
-    Args:
-        purpose: what needs it, as the start of a sentence: "Drawing".
-        module: the module that cannot be imported: "matplotlib".
-    """
+
+def missing_package(purpose: str, module: str) -> MissingPackageError:
+    """The error for a package that something needs, such as "Drawing" matplotlib."""
+    if module in BACKENDS:
+        return missing_backend(module)
     package, installed_by = _PACKAGES[module]
     return MissingPackageError(
         f"{purpose} needs {package}: pip install {installed_by}", name=module
@@ -42,23 +48,20 @@ def missing_package(purpose: str, module: str) -> MissingPackageError:
 
 def missing_backend(backend: str) -> MissingPackageError:
     """The error for a backend that is chosen and not installed."""
-    for other in BACKENDS:
-        if is_installed(other):
-            return MissingPackageError(
-                f'The backend {backend} is not installed: pip install "keras_mp'
-                f'[{backend}]", or set KERAS_BACKEND={other}',
-                name=backend,
-            )
+    others = [other for other in BACKENDS if is_installed(other)]
     return MissingPackageError(
-        f"Keras needs a backend, and none of {', '.join(BACKENDS)} is installed: "
+        f'The backend {backend} is not installed: pip install "keras_mp[{backend}]", '
+        f"or set KERAS_BACKEND={others[0]}"
+        if others
+        else f"Keras needs a backend, and none of {', '.join(BACKENDS)} is installed: "
         f'pip install "keras_mp[{BACKENDS[0]}]"',
         name=backend,
     )
 
 
 @contextlib.contextmanager
-def needed(purpose: str, module: str) -> Iterator[None]:
-    """Round imports of a package: where it is missing, the error names the pip line.
+def needed(purpose: str, *modules: str) -> Iterator[None]:
+    """Round imports of packages: where one is missing, the error names the pip line.
 
     Example:
         >>> with needed("Drawing", "matplotlib"):
@@ -67,29 +70,13 @@ def needed(purpose: str, module: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if _package_of(error) != module:
+        module = package_of(error)
+        if module not in modules:
             raise
         raise missing_package(purpose, module) from None
 
 
-@contextlib.contextmanager
-def needed_backend() -> Iterator[None]:
-    """Round the first import of Keras, which imports its backend."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = missing_backend_behind(error)
-        if missing is None:
-            raise
-        raise missing from None
-
-
-def missing_backend_behind(error: BaseException) -> MissingPackageError | None:
-    """The error to show for one of an import of Keras; None if its backend is there."""
-    backend = _package_of(error)
-    return missing_backend(backend) if backend in BACKENDS else None
-
-
-def _package_of(error: BaseException) -> str:
+def package_of(error: BaseException) -> str:
+    """The package that an import did not find; empty for any other error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return (name or "").partition(".")[0]

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_mp_cli.messages import fail
-from keras_mp_cli.missing import (
-    BACKENDS,
-    is_installed,
-    missing_backend,
-    missing_backend_behind,
-)
+from keras_mp_cli.missing import BACKENDS, is_installed, missing_backend, package_of
 from keras_mp_cli.tracebacks import remove_our_frames
+
+# Keeps the counters of every optimizer, and has a line for each at the end.
+_SUMMARY = "keras_mp.loss_scaling.summary"
 
 
 class PolicyOnKerasImport:
@@ -66,16 +64,17 @@ class PolicyOnKerasImport:
         if name == "keras":
             importlib.import_module("keras_mp")
         elif not self.done:
-            importlib.import_module("keras_mp.cli.run").start(self.policy)
+            importlib.import_module(_SUMMARY).start()
+            importlib.import_module("keras_mp").set_global_policy(self.policy)
             self.done = True
             sys.meta_path.remove(self)
 
     def failed(self, name: str, error: BaseException) -> None:
         """Is called when the import of the module of this name raised an error."""
-        missing = missing_backend_behind(error)
+        package = package_of(error)
         self.outcome = (
-            str(missing)
-            if missing is not None
+            str(missing_backend(package))
+            if package in BACKENDS
             else f"the import of {name} failed, so no policy was set"
         )
 
@@ -158,7 +157,7 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
         return
     # Whatever the script has done to the summary, its own exit status counts.
     try:
-        lines = importlib.import_module("keras_mp.cli.run").summary()
+        lines = importlib.import_module(_SUMMARY).lines()
     except Exception as error:
         lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
     yield from lines or ["the script compiled no model with an optimizer"]

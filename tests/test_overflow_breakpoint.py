@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import runpy
 import shutil
 import subprocess
 import sys
@@ -841,7 +842,8 @@ def test_the_command_takes_classes_and_build_from_a_script(folder, capsys, monke
     )
     keras_mp_cli.main(["replay", "--script", str(script), str(folder)])
     assert "overflows again" in " ".join(capsys.readouterr().out.split())
-    assert "no script 'nothing.py'" in refused(capsys, folder, "--script", "nothing.py")
+    line = refused(capsys, folder, "--script", "nothing.py")
+    assert "cannot read the script 'nothing.py': there is no such file" in line
 
 
 def test_what_is_no_breakpoint_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
@@ -892,7 +894,7 @@ def test_it_is_replayed_on_another_backend_with_classes_of_the_scripts(folder):
     """
     folder.parent.mkdir()
     (folder.parent / "classes.py").write_text(textwrap.dedent(script))
-    twice = replay_module.names_in(str(folder.parent / "classes.py"))["Twice"]
+    twice = runpy.run_path(str(folder.parent / "classes.py"))["Twice"]
     model = build([twice, lambda: layers.Dropout(0.1)])
     saved = caught(folder, model)
     done = subprocess.run(

@@ -62,18 +62,16 @@ class LossScaleMonitor(keras.callbacks.Callback):
             attributes[MONITORED] = wanted
             model.train_function = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: dict | None = None) -> None:
         optimizer = self.model.optimizer
         if hasattr(optimizer, "skipped_steps"):
             self._skipped = int(optimizer.skipped_steps)
             self._scale = float(optimizer.loss_scale)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._batch = -1
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if not logs or "loss_scale" not in logs:
             return
         with self._lock:
@@ -103,12 +101,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
             self._quiet += batch - self._batch
         self._scale, self._skipped, self._batch = scale, self._skipped + skips, batch
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self._print_skip()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._print_skip()
 
     def _print_skip(self) -> None:

@@ -60,7 +60,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         super().set_model(model)
         self._trained = model
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: dict | None = None) -> None:
         if others := engine.other_workers(self.model):
             raise ValueError(
                 "`OverflowBreakpoint` must see the whole batch of each step: train "
@@ -69,16 +69,14 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         prepare(self._path)
         self._watches = True
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch + 1
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         if self._watches:
             vars(self._trained)[ONCE] = self._call
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: dict | None = None) -> None:
         if vars(self._trained).pop(ONCE, None):
             warnings.warn(
                 "OverflowBreakpoint saw no step: the model has a `make_train_function` "

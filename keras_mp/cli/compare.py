@@ -14,17 +14,13 @@ def compare(
     script: str,
     module: types.ModuleType,
     backend: str | None,
-    out: str | None,
+    out: str | None = None,
     **options: Any,
 ) -> None:
     """Trains what a script defines under several policies, and prints what differs.
 
-    Args:
-        script: the name of the script, for messages.
-        module: the script, imported.
-        backend: the backend that the user asked for.
-        out: where to write the comparison as HTML; None for nowhere.
-        options: of `keras_mp.compare`.
+    `module` is the script, imported, and `backend` what the user asked for; `out` is
+    where to write the comparison as HTML. The options are those of `keras_mp.compare`.
     """
     chosen = keras.backend.backend()
     if backend not in (None, chosen):

@@ -4,29 +4,23 @@
 file measures that and shows it.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import math
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from keras_mp.config import policy_scope
+from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
+from keras_mp.diagnostics.inspection.inspection import inspect
+from keras_mp.display.progress_bar import TrainingProgress, progress_bar
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp_cli.missing import MissingPackageError, needed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -36,8 +30,6 @@ POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 # that too: of 0 to 5 most overflow, this one on JAX and on TensorFlow.
 BATCH_SIZE = 8
 SEED = 1
-
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +80,10 @@ def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
     console = Console(highlight=False)
     draws = can_draw(console)
     results = train_all(digits, epochs)
-    console.print(table(results))
-    console.print()
-    console.print(speed_sentence(results))
+    console.print(table(results), "", speed_sentence(results), sep="\n")
     if draws:
-        draw(results, out, console)
+        draw(results, out)
+        console.print(f"Picture: {out}", markup=False, soft_wrap=True)
 
 
 def load_digits() -> Digits:
@@ -126,32 +117,20 @@ def build_model() -> keras.Model:
 
 def train_all(digits: Digits, epochs: int) -> list[Result]:
     """Trains under each policy in turn, from the same weights, with a progress bar."""
-    progress = Progress(
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "epochs",
-        TimeElapsedColumn(),
-        console=Console(stderr=True),  # so that a pipe gets the table alone
-        transient=True,
-    )
-    results = []
-    with progress:
-        task = progress.add_task("", total=epochs * len(POLICIES))
+    results: list[Result] = []
+    with progress_bar(len(POLICIES), verbose=1) as show:
         for policy in POLICIES:
-            progress.update(task, description=f"{policy:14}")
-            results.append(
-                train(policy, digits, epochs, lambda: progress.advance(task))
-            )
+            progress = functools.partial(show, f"{policy:14}", len(results))
+            results.append(train(policy, digits, epochs, progress))
     return results
 
 
 def train(
-    policy: str, digits: Digits, epochs: int, after_epoch: Callable[[], None]
+    policy: str, digits: Digits, epochs: int, progress: Callable[[float], None]
 ) -> Result:
     """Trains the network under one policy."""
     keras.utils.set_random_seed(SEED)
-    recorder = Recorder(after_epoch)
+    recorder, stopwatch = Recorder(), Stopwatch()
     with policy_scope(policy):
         model = build_model()
         model.compile(
@@ -163,52 +142,34 @@ def train(
             batch_size=BATCH_SIZE,
             epochs=epochs,
             verbose=0,
-            callbacks=[recorder],
+            callbacks=[recorder, stopwatch, TrainingProgress(progress)],
         )
         test = model.evaluate(
             digits.test_images, digits.test_labels, verbose=0, return_dict=True
         )
+    sizes = inspect(model).totals
     return Result(
         policy=policy,
         test_accuracy=float(test["accuracy"]),
         losses=[float(loss) for loss in history.history["loss"]],
         scales=recorder.scales,
         skipped_at=recorder.skipped_at,
-        weight_bytes=sum(_size(w.shape, w.dtype) for w in model.weights),
-        activation_bytes=sum(
-            _size(layer.output.shape[1:], layer.output.dtype) for layer in model.layers
-        ),
-        seconds_per_epoch=recorder.seconds_per_epoch,
+        weight_bytes=sizes["weight_bytes"],
+        activation_bytes=sizes["output_bytes"],
+        seconds_per_epoch=history.params["steps"] * (stopwatch.seconds_per_step or 0.0),
     )
 
 
 class Recorder(keras.callbacks.Callback):
-    """Records the loss scale and the skips at each step, and the time of each epoch."""
+    """Records the loss scale and the skips at each step."""
 
-    def __init__(self, after_epoch: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.after_epoch = after_epoch
         self.scales: list[float] = []
         self.skipped_at: list[int] = []
         self._skipped = 0
-        self._seconds: list[float] = []
-        self._began = 0.0
 
-    @property
-    def seconds_per_epoch(self) -> float:
-        """The median, without the first epoch, in which the step was compiled."""
-        return statistics.median(self._seconds[1:] or self._seconds)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._began = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._seconds.append(time.perf_counter() - self._began)
-        self.after_epoch()
-
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         # On JAX `fit` does not write the state to the variables during an epoch, unless
         # told to. It is told to under every policy, so that the times can be compared.
         if hasattr(self.model, "jax_state_sync"):
@@ -230,7 +191,8 @@ def table(results: list[Result]) -> Table:
     shown = Table(
         title="Handwritten digits, 8x8 pixels: the same network under three policies",
         box=box.SIMPLE_HEAD,
-        padding=0,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
         show_edge=False,
     )
     shown.add_column("policy", vertical="bottom", no_wrap=True)
@@ -243,9 +205,7 @@ def table(results: list[Result]) -> Table:
         "activations\n(bytes per\nsample)",
         "time\n(s per\nepoch)",
     ):
-        # One column wider than the words, in place of padding.
-        width = max(map(len, heading.split("\n"))) + 1
-        shown.add_column(heading, justify="right", vertical="bottom", min_width=width)
+        shown.add_column(heading, justify="right", vertical="bottom")
     for result in results:
         scaled = bool(result.scales)
         shown.add_row(
@@ -289,26 +249,10 @@ def can_draw(console: Console) -> bool:
     return True
 
 
-def draw(results: list[Result], out: str, console: Console) -> None:
-    """Writes the picture."""
-    from keras_mp.display.plots import save_png
-
-    save_png(figure(results), out)
-    console.print(f"Picture: {out}", markup=False, soft_wrap=True)
-
-
-def figure(results: list[Result]) -> Figure:
-    """The losses under all policies, and the loss scale under mixed_float16."""
-    from keras_mp.display.plots import plot_training
+def draw(results: list[Result], out: str) -> None:
+    """Writes the losses under all policies, and the loss scale under mixed_float16."""
+    from keras_mp.display.plots import plot_training, save_png
 
     scaled = next((result for result in results if result.scales), results[0])
-    return plot_training(
-        {result.policy: result.losses for result in results},
-        scaled.scales,
-        scaled.skipped_at,
-    )
-
-
-def _size(shape: tuple[int, ...], dtype: str) -> int:
-    """The bytes of a tensor."""
-    return math.prod(shape) * _BYTES[keras.backend.standardize_dtype(dtype)]
+    losses = {result.policy: result.losses for result in results}
+    save_png(plot_training(losses, scaled.scales, scaled.skipped_at), out)

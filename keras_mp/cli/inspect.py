@@ -8,20 +8,20 @@ import keras_mp
 from keras_mp_cli.messages import fail, one_line
 
 
-def inspect(path: str) -> None:
+def inspect(model: str) -> None:
     """Prints what the layers of a model in a file compute in."""
     load_model = keras.models.load_model
     try:
-        model = load_model(path)
+        opened = load_model(model)
     except Exception as with_optimizer:
         # A loss or an optimizer of the user's own is no reason to show nothing.
         try:
-            model = load_model(path, compile=False)
+            opened = load_model(model, compile=False)
         except Exception:
-            fail(f"cannot open the model {path!r}: {one_line(with_optimizer)}")
+            fail(f"cannot open the model {model!r}: {one_line(with_optimizer)}")
         print(
             f"keras-mp: opened without what it was compiled with: "
             f"{one_line(with_optimizer)}",
             file=sys.stderr,
         )
-    print(keras_mp.inspect(model))
+    print(keras_mp.inspect(opened))

@@ -14,16 +14,10 @@ _KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has only the last.
 class TrainingData:
     """Data that `fit` and `evaluate` can be given any number of times.
 
-    Args:
-        name: of the argument, for errors.
-        given: a tuple `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
-            argument, or a function that returns one of these.
-        batch_size: of arrays.
-
-    Raises:
-        TypeError: if `given` is no data, or is an iterator, which the first training
-            uses up.
-        ValueError: for a tuple of another length.
+    `given` is `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
+    argument, or a function that returns one of these. Raises a TypeError for anything
+    else, and for an iterator, which the first training uses up; a ValueError for
+    another tuple.
     """
 
     def __init__(self, name: str, given: Any, batch_size: int) -> None:
@@ -32,29 +26,26 @@ class TrainingData:
                 f"`{name}` must serve each training, and an iterator serves only one. "
                 f"Received: {name}={given!r}. Give a function that returns a new one."
             )
-        if not callable(given):
-            what = "a dataset, or a function that returns one of these"
-            _check_kind(name, given, what)
         self._name, self._given, self._batch_size = name, given, batch_size
         if not callable(given):
+            _check_kind(
+                name, given, "a dataset, or a function that returns one of these"
+            )
             self.arguments()
 
     def arguments(self) -> dict[str, Any]:
         """The arguments for `evaluate`; `fit` takes them too."""
         data = self._data()
-        if isinstance(data, tuple):
-            if not 1 <= len(data) <= 3:
-                raise ValueError(
-                    f"`{self._name}` must be (x, y) or (x, y, sample_weight). "
-                    f"Received: a tuple of {len(data)}."
-                )
-            check_examples(self._name, data)
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            arrays = {"x": x, "y": y, "sample_weight": sample_weight}
-            return {**arrays, "batch_size": self._batch_size}
-        if _is_array(data):
-            return {"x": data, "batch_size": self._batch_size}
-        return {"x": data}
+        if not isinstance(data, tuple):
+            return {"x": data}
+        if not 1 <= len(data) <= 3:
+            raise ValueError(
+                f"`{self._name}` must be (x, y) or (x, y, sample_weight). "
+                f"Received: a tuple of {len(data)}."
+            )
+        check_examples(self._name, data)
+        arrays = zip(("x", "y", "sample_weight"), data, strict=False)
+        return {**dict(arrays), "batch_size": self._batch_size}
 
     def to_fit(self) -> dict[str, Any]:
         """The arguments for `fit`, which shuffles by default."""
@@ -67,9 +58,7 @@ class TrainingData:
         """One batch, as a train step gets it."""
         data = self._data()
         if not isinstance(data, tuple):
-            if not _is_array(data):
-                return next(iter(data))
-            data = (data,)
+            return next(iter(data))
         return keras.tree.map_structure(
             lambda x: None if x is None else np.asarray(x[: self._batch_size]), data
         )
@@ -80,9 +69,7 @@ class TrainingData:
         Keras itself shuffles arrays, by the seed.
         """
         data = self._data()
-        if isinstance(data, tuple) or _is_array(data):
-            return []
-        parts = keras.tree.flatten(next(iter(data)))
+        parts = [] if isinstance(data, tuple) else keras.tree.flatten(next(iter(data)))
         return [
             pickle.dumps(ops.convert_to_numpy(x))
             for x in parts
@@ -90,20 +77,17 @@ class TrainingData:
         ]
 
     def _data(self) -> Any:
-        return self._given() if callable(self._given) else self._given
+        """A tuple of arrays, or a dataset."""
+        data = self._given() if callable(self._given) else self._given
+        return (data,) if not isinstance(data, tuple) and _is_array(data) else data
 
 
 def one_batch(name: str, given: Any) -> tuple[Any, Any, Any]:
-    """Returns the inputs, targets and sample weights of one batch.
+    """Inputs, targets and sample weights of one batch.
 
-    Args:
-        name: of the argument, for errors.
-        given: the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
-            whose first batch is taken.
-
-    Raises:
-        TypeError: if `given` is no data.
-        ValueError: if it holds no example.
+    `given` is the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
+    whose first batch is taken. Raises a TypeError for anything else, and a ValueError
+    if there is no example.
     """
     _check_kind(name, given, "a dataset")
     batch = given

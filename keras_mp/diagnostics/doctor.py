@@ -1,6 +1,5 @@
 """`keras-mp doctor`: the devices, what they are fast in, and what `"auto"` picks."""
 
-import importlib.metadata
 import pathlib
 import platform
 import re
@@ -16,7 +15,7 @@ from keras import ops
 from keras_mp.backends import engine
 from keras_mp.display.tables import Table
 from keras_mp.policies.hardware import Recommendation, recommended_policy
-from keras_mp_cli.missing import is_installed, missing_package
+from keras_mp_cli.missing import is_installed, missing_package, version_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 SECONDS = 1.0  # For all products together, without their compilation.
@@ -25,40 +24,24 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 class Product(NamedTuple):
-    """How long a matrix product takes in a dtype.
+    """How long a matrix product takes in a dtype."""
 
-    Attributes:
-        dtype: of both matrices and of the result.
-        seconds: the median; None if it failed.
-        speedup: the median of float32's time divided by this dtype's, each pair timed
-            in succession; None if either failed.
-        failure: the error; empty if there was none.
-    """
-
-    dtype: str
-    seconds: float | None = None
+    dtype: str  # Of both matrices and of the result.
+    seconds: float | None = None  # The median.
+    # The median of float32's time divided by this dtype's, timed in succession.
     speedup: float | None = None
-    failure: str = ""
+    failure: str = ""  # The error, if there was one.
 
 
 class Examination(NamedTuple):
-    """What `examine` has found; prints as a table.
+    """What `examine` has found; prints as a table."""
 
-    Attributes:
-        versions: package -> its version.
-        driver: the version of the NVIDIA driver; empty if there is none.
-        recommended: what `"auto"` picks, why, and the devices.
-        side: of the square matrices that were multiplied.
-        products: one for each dtype.
-        missing: sentences on what is not installed, and what to do about it.
-    """
-
-    versions: dict[str, str]
-    driver: str
+    versions: dict[str, str]  # Of Python and of each package.
+    driver: str  # The version of the NVIDIA driver; empty if there is none.
     recommended: Recommendation
-    side: int
-    products: tuple[Product, ...]
-    missing: tuple[str, ...]
+    side: int  # Of the square matrices that were multiplied.
+    products: tuple[Product, ...]  # One for each dtype.
+    missing: tuple[str, ...]  # What is not installed, and what to do about it.
 
     def __str__(self) -> str:
         rows = [
@@ -93,19 +76,20 @@ class Examination(NamedTuple):
 
 
 def examine(seconds: float = SECONDS) -> Examination:
-    """Looks at the backend in use and its devices, and times matrix products on them.
+    """Looks at the backend and its devices, and times products for so many `seconds`.
 
     It reports a broken driver, and does not raise because of it.
-
-    Args:
-        seconds: how long to measure, without compilation.
     """
     recommended = recommended_policy()
     accelerators = [d for d in recommended.devices if d.kind != "cpu"]
     side = SIDE if accelerators else SIDE_ON_CPUS
     driver = _driver()
+    packages = ("keras_mp", "keras", keras.backend.backend())
     return Examination(
-        versions=_versions(),
+        versions={
+            "Python": platform.python_version(),
+            **{name: version_of(name, "(version unknown)") for name in packages},
+        },
         driver=driver,
         recommended=recommended,
         side=side,
@@ -115,44 +99,36 @@ def examine(seconds: float = SECONDS) -> Examination:
 
 
 def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
-    """Times square matrix products, the dtypes in turn, again and again.
+    """Times square matrix products, the dtypes in turn, until the seconds have passed.
 
-    Args:
-        side: of the matrices.
-        seconds: when to stop; each product is timed at least three times.
+    Each product is timed at least three times.
     """
     runs: dict[str, Callable[[], float]] = {}
-    failures: dict[str, str] = {}
+    products: dict[str, Product] = {}
     for dtype in DTYPES:
         try:
-            runs[dtype] = _timed_product(side, dtype)
-            runs[dtype]()
+            run = _timed_product(side, dtype)
+            run()  # Compiles it.
+            runs[dtype] = run
         except Exception as error:  # A driver or a compiler may raise anything.
-            runs.pop(dtype, None)
-            failures[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            products[dtype] = Product(dtype, failure=failure[:60])
     times: dict[str, list[float]] = {dtype: [] for dtype in runs}
     end = time.perf_counter() + seconds
     while runs and (time.perf_counter() < end or min(map(len, times.values())) < 3):
         for dtype, run in runs.items():
             times[dtype].append(run())
-    products = []
-    for dtype in DTYPES:
-        if dtype in failures:
-            products.append(Product(dtype, failure=failures[dtype][:60]))
-            continue
-        pairs = zip(times.get("float32", []), times[dtype], strict=False)
-        ratios = [wide / narrow for wide, narrow in pairs]
+    for dtype, own in times.items():
+        pairs = zip(times.get("float32", []), own, strict=False)
+        ratios = [wide_time / own_time for wide_time, own_time in pairs]
         speedup = statistics.median(ratios) if ratios else None
-        products.append(Product(dtype, statistics.median(times[dtype]), speedup))
-    return tuple(products)
+        products[dtype] = Product(dtype, statistics.median(own), speedup)
+    return tuple(products[dtype] for dtype in DTYPES)
 
 
 def _timed_product(side: int, dtype: str) -> Callable[[], float]:
     random = np.random.default_rng(0)
-    a, b = (
-        ops.cast(random.standard_normal((side, side)).astype("float32"), dtype)
-        for _ in range(2)
-    )
+    a, b = (ops.cast(random.standard_normal((side, side)), dtype) for _ in range(2))
     # Reading one number waits for the product and copies no more.
     product = engine.compiled(lambda a, b: ops.max(ops.matmul(a, b)))
 
@@ -162,17 +138,6 @@ def _timed_product(side: int, dtype: str) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return run
-
-
-def _versions() -> dict[str, str]:
-    backend = keras.backend.backend()
-    found = {"Python": platform.python_version()}
-    for name in ("keras_mp", "keras", backend):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "(version unknown)"
-    return found
 
 
 def _driver() -> str:

@@ -24,10 +24,9 @@ def gradients_of(
     watch: Callable[[See], contextlib.AbstractContextManager[None]] | None = None,
     compiled: bool = False,
 ) -> Gradients:
-    """Differentiates the loss of one batch.
+    """Differentiates the loss of one batch, of a compiled and built model.
 
     Args:
-        model: a compiled and built `keras.Model`.
         batch: inputs, targets and sample weights.
         scale: what the loss is multiplied by before it is differentiated.
         watch: a context in which the loss is computed, given `see` of `differentiate`.
@@ -51,7 +50,9 @@ def gradients_of(
     try:
         return differentiate(
             loss_of,
-            keras.tree.map_structure(_tensor, batch),
+            keras.tree.map_structure(
+                lambda x: None if x is None else ops.convert_to_tensor(x), batch
+            ),
             model.trainable_variables,
             list(state.values()),
             compiled=compiled,
@@ -83,7 +84,3 @@ def results_through(pass_on: Callable[[Any, Any], Any]) -> Iterator[None]:
 
     with calls_made_by(make):
         yield
-
-
-def _tensor(x: Any) -> Any:
-    return None if x is None else ops.convert_to_tensor(x)

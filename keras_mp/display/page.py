@@ -39,17 +39,15 @@ _PAGE = (
 )
 
 
-def cell(heading: str, *parts: str) -> str:
-    """A notebook cell: parts in HTML below a heading in plain text."""
+def cell(
+    heading: str, sentences: Sequence[str], plot: Callable[[], Any], *tables: str
+) -> str:
+    """A notebook cell: plain text, the figure that `plot()` draws, tables in HTML."""
+    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
     return (
         f'<div class="keras-mp"><style>{_CELL}</style><h2>{html.escape(heading)}</h2>'
-        f"{''.join(parts)}</div>"
+        f"<ul>{said}</ul>{_drawn(plot)}{''.join(tables)}</div>"
     )
-
-
-def items(sentences: Sequence[str]) -> str:
-    """A list of sentences in plain text."""
-    return f"<ul>{''.join(f'<li>{html.escape(s)}</li>' for s in sentences)}</ul>"
 
 
 def folded(name: str, part: str) -> str:
@@ -57,8 +55,8 @@ def folded(name: str, part: str) -> str:
     return f"<details><summary>{html.escape(name)}</summary>{part}</details>"
 
 
-def drawn(plot: Callable[[], Any]) -> str:
-    """The figure that `plot()` draws, with its caption in plain text below it."""
+def _drawn(plot: Callable[[], Any]) -> str:
+    """A figure, with its caption in plain text below it."""
     try:
         from keras_mp.display.plots import svg_and_caption
 

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+
 
 def check_verbose(verbose: Any) -> None:
     """Raises a ValueError unless `verbose` is 0 or 1."""
@@ -17,32 +19,21 @@ def progress_bar(
 ) -> Iterator[Callable[[str, int, float], None]]:
     """A bar on stderr, so that a pipe gets the result alone; it disappears at the end.
 
-    Args:
-        total: how many things there are to do.
-        verbose: 0 for no bar.
-
-    Yields:
-        A function that moves it, given a text that says what is being done, how many
-        things are done, and how much of the present one, from 0 to 1.
+    Yields a function that moves it, given a text that says what is being done, how many
+    things of the `total` are done, and how much of the present one, from 0 to 1.
     """
     # Imported here, as `import keras_mp` draws no bar.
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
     shown = verbose and (console.is_terminal or console.is_jupyter)
-    progress = Progress(
+    progress = bars.Progress(
         "{task.description}",
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
         console=console,
         disable=not shown,
         transient=True,
@@ -54,3 +45,19 @@ def progress_bar(
             progress.update(task, description=text, completed=done + part)
 
         yield show
+
+
+class TrainingProgress(keras.callbacks.Callback):
+    """Calls `show` with the part of a training that is done, from 0 to 1."""
+
+    def __init__(self, show: Callable[[float], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._epoch = epoch
+        self._show(epoch / self.params["epochs"])
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        if steps := self.params["steps"]:
+            self._show((self._epoch + batch / steps) / self.params["epochs"])

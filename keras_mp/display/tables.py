@@ -58,13 +58,19 @@ class Table:
         out = io.StringIO()
         # In a notebook rich would show the table instead of returning it.
         console = Console(file=out, width=width, color_system=None, force_jupyter=False)
+
+        def show(lines: Sequence[str]) -> None:
+            for line in lines:
+                # The lines of a list item are indented like its first.
+                indent = "  " if line.startswith("- ") else ""
+                filled = textwrap.fill(line, width, subsequent_indent=indent)
+                console.print(Text(filled))
+
         if self.title:
-            console.print(Text(self.title), "", sep="\n")
+            show([*self.title.split("\n"), ""])
         console.print(table)
-        for note in ("", *self.notes) if self.notes else ():
-            # The lines of a list item are indented like its first.
-            indent = "  " if note.startswith("- ") else ""
-            console.print(Text(textwrap.fill(note, width, subsequent_indent=indent)))
+        if self.notes:
+            show(["", *self.notes])
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def markdown(self) -> str:

@@ -9,15 +9,11 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 class Batch(NamedTuple):
-    """What a train step was given.
+    """A batch of a train step, for a file."""
 
-    Attributes:
-        arrays: name -> array of one of NumPy's own dtypes; `x`, `y` and
-            `sample_weight`, or `x/0` and `x/mask` for the parts of a structure.
-        structure: the structure whose leaves are these arrays, as JSON has it.
-    """
-
+    # Of NumPy's own dtypes; `x/0` and `x/mask` are parts of a structure `x`.
     arrays: dict[str, np.ndarray]
+    # The structure whose leaves are these arrays, as JSON has it.
     structure: Any
 
 
@@ -25,10 +21,7 @@ def batch_of(data: Any) -> Batch:
     """Copies a batch: dicts, lists and tuples of tensors and arrays.
 
     Sparse tensors become dense. A dtype that NumPy lacks, such as bfloat16, becomes
-    float32, which holds its numbers exactly.
-
-    Raises:
-        TypeError: if a part of it is none of these, or is ragged.
+    float32, which holds its numbers exactly. Raises a TypeError for any other part.
     """
     arrays: dict[str, np.ndarray] = {}
     if isinstance(data, (list, tuple)) and len(data) <= len(_PARTS):
@@ -73,11 +66,7 @@ def _sequence(part: Any) -> str:
 
 
 def tensors_of(batch: Batch) -> Any:
-    """The batch as a structure of tensors again.
-
-    Raises:
-        KeyError, TypeError: if the structure does not fit the arrays.
-    """
+    """The batch as tensors again; a KeyError or TypeError if arrays are missing."""
     return _tensors(batch.structure, batch.arrays)
 
 

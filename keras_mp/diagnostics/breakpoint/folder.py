@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -29,48 +29,25 @@ _FORMAT = "keras_mp breakpoint 1"
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """What is known of a step whose gradients overflowed.
+    """What is known of a step whose gradients overflowed."""
 
-    Attributes:
-        step: its number from 1, skipped steps included.
-        epoch: from 1.
-        skips: how many steps in a row were skipped, this one included.
-        loss_scale: the loss scale at which they overflowed.
-        not_finite: path -> "inf", "nan" or "inf, nan" in its gradient.
-        variables: the paths of all trainable variables, in order.
-        model: the name of the file with the model, or with its weights.
-        backend: the backend that it ran on.
-        keras: the version of Keras.
-        keras_mp: the version of keras_mp.
-    """
-
-    step: int
-    epoch: int
-    skips: int
-    loss_scale: float
-    not_finite: dict[str, str]
-    variables: list[str]
-    model: str
+    step: int  # From 1, skipped steps included.
+    epoch: int  # From 1.
+    skips: int  # How many steps in a row were skipped, this one included.
+    loss_scale: float  # At which they overflowed.
+    not_finite: dict[str, str]  # Path -> "inf", "nan" or "inf, nan" in its gradient.
+    variables: list[str]  # The paths of all trainable variables, in order.
+    model: str  # The file with the model, or with its weights.
     backend: str
-    keras: str
+    keras: str  # The version, as the next.
     keras_mp: str
-
-
-class Saved(NamedTuple):
-    """What a folder holds besides the model."""
-
-    folder: pathlib.Path
-    overflow: Overflow
-    batch: Batch
-    random_state: dict[str, np.ndarray]
 
 
 def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the absolute path of a folder that a breakpoint may be written to.
 
-    Raises:
-        TypeError: if it is no path.
-        ValueError: if it holds anything but a breakpoint.
+    Raises a TypeError for what is no path, and a ValueError for a folder that holds
+    anything but a breakpoint.
     """
     path = pathlib.Path(folder).resolve()
     if path.is_dir():
@@ -87,11 +64,9 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def prepare(folder: pathlib.Path) -> None:
-    """Raises before the training what would else be raised after hours of it.
+    """Makes the folder's parent, so that the training does not end at its last step.
 
-    Raises:
-        ValueError: if the folder holds anything but a breakpoint, or cannot be renamed.
-        OSError: if its parent cannot be written to.
+    Raises a ValueError or an OSError if the folder cannot be replaced.
     """
     check_folder(folder)
     if folder.is_mount():
@@ -140,12 +115,10 @@ def write_facts(
     (folder / _FACTS).write_text(text, "utf-8")
 
 
-def read(folder: str | os.PathLike[str]) -> Saved:
-    """Reads what `write_facts` has written.
-
-    Raises:
-        BreakpointError: if there is no folder, no breakpoint in it, or a damaged one.
-    """
+def read(
+    folder: str | os.PathLike[str],
+) -> tuple[Overflow, Batch, dict[str, np.ndarray]]:
+    """Reads what `write_facts` has written; a BreakpointError if that is not there."""
     path = pathlib.Path(folder)
     if not path.is_dir():
         raise BreakpointError(f"there is no folder {str(path)!r}")
@@ -168,7 +141,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         file = _BATCH
         batch = Batch(_arrays(path / file), structure)
         file = _RANDOM_STATE
-        return Saved(path, overflow, batch, _arrays(path / file))
+        return overflow, batch, _arrays(path / file)
     except Exception as error:  # NumPy's reader may raise anything.
         raise BreakpointError(
             f"the breakpoint's file {str(path / file)!r} is damaged: "

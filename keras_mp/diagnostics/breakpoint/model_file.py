@@ -49,14 +49,8 @@ def load(
 ) -> Any:
     """Opens what `save` has written.
 
-    Args:
-        file: the file.
-        data: inputs, to build the model if `build` has not.
-        build: returns the compiled model; needed if the file holds weights alone.
-        custom_objects: name -> class or function of the user's that is not registered.
-
-    Raises:
-        BreakpointError: if that is not possible.
+    A file of weights alone needs `build`, and `data` if that returns a model which is
+    not built. Raises a BreakpointError if the model cannot be had.
     """
     if file.name == MODEL:
         model = _read(keras.models.load_model, file, custom_objects=custom_objects)

@@ -1,14 +1,10 @@
 """`replay`: repeats the step that a breakpoint has saved."""
 
 import dataclasses
-import importlib.machinery
-import importlib.util
 import os
 import pathlib
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from inspect import isclass, isfunction
 from typing import Any
 
 import keras
@@ -97,49 +93,30 @@ def replay(
     print(keras_mp.diagnostics.breakpoint.replay.replay("overflow"))
     ```
     """
-    saved = read(folder)
+    overflow, batch, random_state = read(folder)
     try:
-        data = tensors_of(saved.batch)
+        data = tensors_of(batch)
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
     except (KeyError, TypeError, ValueError) as error:
         raise BreakpointError(f"the batch in {str(folder)!r}: {error}") from error
-    file = saved.folder / saved.overflow.model
+    file = pathlib.Path(folder, overflow.model)
     model = model_file.load(file, x, build, custom_objects)
-    optimizer, paths = model.optimizer, saved.overflow.variables
+    optimizer, paths = model.optimizer, overflow.variables
     count = len(private.own_trainable(optimizer))
     if len(paths) != count:
         raise BreakpointError(
             f"the model must have the {len(paths)} trainable variables that it had. "
             f"Received: a model with {count}"
         )
-    optimizer.dynamic_scale.assign(saved.overflow.loss_scale)
+    optimizer.dynamic_scale.assign(overflow.loss_scale)
     try:
-        set_random_state(model, saved.random_state)
+        set_random_state(model, random_state)
     except ValueError as error:
         raise BreakpointError(f"{error}: {model_file.REMEDY}") from error
-    report = diagnosed(model, saved.batch)
+    report = diagnosed(model, batch)
     scaling: Any = loss_scaling_of(optimizer)
     counts = scaling.nonfinite_counts
     before = ops.convert_to_numpy(counts)
     engine.take_step(model, data)
     after = ops.convert_to_numpy(counts)
-    return Replay(saved.overflow, added(before, after, paths), report)
-
-
-def names_in(script: str) -> dict[str, Any]:
-    """Imports a script; returns its classes and functions by name.
-
-    Raises:
-        BreakpointError: if there is no such file.
-    """
-    path = pathlib.Path(script).resolve()
-    if not path.is_file():
-        raise BreakpointError(f"there is no script {script!r}")
-    name = f"keras_mp_replay_of_{path.stem}"
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    spec: Any = importlib.util.spec_from_loader(name, loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))  # As `python SCRIPT` has it.
-    loader.exec_module(module)
-    return {k: v for k, v in vars(module).items() if isfunction(v) or isclass(v)}
+    return Replay(overflow, added(before, after, paths), report)

@@ -1,7 +1,6 @@
 """A skipped step: what it takes to repeat it, and how all of that is saved."""
 
 import contextlib
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from keras_mp.loss_scaling.nonfinite import ROWS, added
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp_cli.missing import version_of
 
 _SEEDS = "seeds"
 
@@ -44,28 +44,17 @@ class Scaling(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What it takes to repeat a step, without what a skipped step leaves as it was.
-
-    Attributes:
-        batch: what it was given.
-        scaling: before the step; None if the optimizer scales from this step on.
-        generators: the states of the framework's random generators before the step.
-    """
+    """What it takes to repeat a step, without what a skipped step leaves as it was."""
 
     batch: Batch
-    scaling: Scaling | None
-    generators: dict[str, np.ndarray]
+    scaling: Scaling | None  # Before the step; None if the optimizer scales from it on.
+    generators: dict[str, np.ndarray]  # Of the framework, before the step.
 
 
 def scaling_of(model: Any, state: Any) -> Scaling | None:
-    """Reads the state of loss scaling.
+    """The state of loss scaling; None if the optimizer does not scale, or not yet.
 
-    Args:
-        model: the model.
-        state: on JAX the values that `fit` passes round for the variables, else None.
-
-    Returns:
-        None if the optimizer does not scale, or not yet.
+    `state` has the values that `fit` passes round on JAX, and is None elsewhere.
     """
     optimizer = model.optimizer
     scaling = loss_scaling_of(optimizer)
@@ -83,15 +72,7 @@ def scaling_of(model: Any, state: Any) -> Scaling | None:
 def save(
     folder: pathlib.Path, model: Any, step: Step, after: Scaling, epoch: int
 ) -> Overflow:
-    """Saves a step with its diagnosis and the model of before the step.
-
-    Args:
-        folder: to write to.
-        model: after the step.
-        step: the step.
-        after: the state of loss scaling after it.
-        epoch: counted from 1.
-    """
+    """Saves a step with its diagnosis; `model` and `after` are as it has left them."""
     optimizer = model.optimizer
     scaling: Any = loss_scaling_of(optimizer)
     before = step.scaling or Scaling(scaling.rule.initial_state(), np.zeros(0))
@@ -110,7 +91,7 @@ def save(
             model=model_file.save(model, made),
             backend=keras.backend.backend(),
             keras=keras.__version__,
-            keras_mp=_version(),
+            keras_mp=version_of("keras_mp"),
         )
         random_state = step.generators | seeds_of(model)
         write_facts(made, overflow, step.batch, random_state)
@@ -151,12 +132,8 @@ def seeds_of(model: Any) -> dict[str, np.ndarray]:
 def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
     """Lets the layers of a model draw again the random numbers that they drew.
 
-    Args:
-        model: the model.
-        states: those of `seeds_of` and of `generator_states`.
-
-    Raises:
-        ValueError: if the model has another number of seeds.
+    `states` are those of `seeds_of` and of `generator_states`. Raises a ValueError if
+    the model has another number of seeds.
     """
     seeds, values = _seeds(model), states.get(_SEEDS, np.zeros((0, 2)))
     if len(values) != len(seeds):
@@ -192,10 +169,3 @@ def _write_diagnosis(folder: pathlib.Path, model: Any, batch: Batch) -> None:
         text = json.dumps(report.to_dict(), indent=1)
         (folder / f"{DIAGNOSIS}.json").write_text(text, "utf-8")
         report.to_html(folder / f"{DIAGNOSIS}.html")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("keras_mp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -178,24 +178,21 @@ def _trainings(
     show: Callable[[str, int, float], None],
 ) -> tuple[list[Training], list[str]]:
     """The trainings, and warnings of what makes them hard to compare."""
-    trainings: list[Training] = []
+    found: dict[tuple[int, str], Training] = {}
     orders: list[Any] = []
     labels = list(chosen)
     for turn, seed in enumerate(seeds):
         initial = initial_values(plan, chosen[labels[0]], seed)
-        found: dict[str, Training] = {}
         first = turn % len(labels)
         for label in labels[first:] + labels[:first]:
             if len(orders) < 2:
                 keras.utils.set_random_seed(seed)
                 orders.append(plan.train.order())
-            progress = functools.partial(
-                show, f"{label}, seed {seed}", len(trainings) + len(found)
-            )
-            found[label] = train_once(
+            progress = functools.partial(show, f"{label}, seed {seed}", len(found))
+            found[seed, label] = train_once(
                 plan, label, chosen[label], seed, initial, progress
             )
-        trainings += [found[label] for label in labels]
+    trainings = [found[seed, label] for seed in seeds for label in labels]
     base, *others = trainings[: len(labels)]
     warned = [
         f"Under {other.policy} no layer computes in another dtype than under "

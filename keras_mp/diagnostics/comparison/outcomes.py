@@ -108,6 +108,4 @@ def _finite(x: float) -> float | None:
 
 
 def _as_dict(ratio: Ratio | None) -> dict[str, float] | None:
-    if ratio is None:
-        return None
-    return {"median": ratio.median, "lowest": ratio.lowest, "highest": ratio.highest}
+    return ratio and ratio._asdict()

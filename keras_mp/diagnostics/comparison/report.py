@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import statistics
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,10 +42,8 @@ class Comparison(Outcomes):
         return [*sentences, *self.notes]
 
     def __str__(self) -> str:
-        lines = [
-            textwrap.fill(f"- {x}", 80, subsequent_indent="  ") for x in self.sentences
-        ]
-        return self._table("\n".join([self._title(), "", *lines])).text()
+        lines = [self._title(), "", *(f"- {x}" for x in self.sentences)]
+        return self._table("\n".join(lines)).text()
 
     __repr__ = __str__
 
@@ -81,12 +78,8 @@ class Comparison(Outcomes):
         )
 
     def _repr_html_(self) -> str:
-        return page.cell(
-            self._title(),
-            page.items(self.sentences),
-            page.drawn(self.plot),
-            self._table().html(),
-        )
+        table = self._table().html()
+        return page.cell(self._title(), self.sentences, self.plot, table)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that loads nothing from elsewhere."""
@@ -132,19 +125,15 @@ class Comparison(Outcomes):
     def _table(self, title: str = "") -> Table:
         """One row for each policy in each metric and cost."""
         base = self.policies[0]
-        rows = [
-            (
-                what if policy == base else "",
-                policy,
-                value,
-                "" if policy == base else versus,
-            )
-            for what, cells in self._cells()
-            for policy, (value, versus) in zip(self.policies, cells, strict=True)
-        ]
-        return Table(
-            ("what", "policy", "mean ± spread", f"against {base}"), rows, title
-        )
+        rows = []
+        for what, cells in self._cells():
+            for policy, (value, versus) in zip(self.policies, cells, strict=True):
+                if policy == base:
+                    rows.append((what, policy, value, ""))
+                else:
+                    rows.append(("", policy, value, versus))
+        columns = ("what", "policy", "mean ± spread", f"against {base}")
+        return Table(columns, rows, title)
 
     def _cells(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """A metric or cost, and two cells for each policy."""
@@ -175,13 +164,11 @@ class Comparison(Outcomes):
         return mean, str(self.memory(policy) or "")
 
     def _skips(self, policy: str) -> str:
-        skips = [
-            t.skipped_steps for t in self.of(policy) if t.skipped_steps is not None
-        ]
-        if not skips:
+        every = [t.skipped_steps for t in self.of(policy)]
+        counts = [count for count in every if count is not None]
+        if not counts:
             return "no loss scale"
-        low, high = min(skips), max(skips)
-        return f"{low}" if low == high else f"{low} to {high}"
+        return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def _cost(what: str, base: str, ratios: dict[str, Ratio | None]) -> str:

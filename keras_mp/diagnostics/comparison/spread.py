@@ -41,13 +41,9 @@ def difference(base: Sequence[float], other: Sequence[float]) -> Difference:
         all have the same sign                     -> beyond the spread
         otherwise                                  -> unclear
 
-    If two trainings differ by chance alone, and the numbers of a seed are independent,
-    this says "beyond" in two of five cases with 2 seeds, in one of five with 3, in one
-    of twenty with 5 and hardly ever with 10.
-
-    Args:
-        base, other: a number for each seed, in the same order. Pairs that are not
-            finite are left out.
+    By chance alone it is "beyond" in two of five cases with 2 seeds, in one of five
+    with 3, in one of twenty with 5 and hardly ever with 10. Pairs that are not finite
+    are left out.
     """
     pairs = [
         (a, b)
@@ -90,11 +86,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(base: Sequence[float | None], other: Sequence[float | None]) -> Ratio | None:
-    """The ratios of the numbers of the same seeds; None if there are none.
-
-    Args:
-        base, other: a number for each seed, in the same order; None if not measured.
-    """
+    """The ratios of what was measured with the same seeds; None if nothing was."""
     ratios = [b / a for a, b in zip(base, other, strict=True) if a and b]
     if not ratios:
         return None

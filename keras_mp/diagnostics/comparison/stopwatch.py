@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import Any
 
 import keras
 from keras import ops
@@ -33,15 +32,13 @@ class Stopwatch(keras.callbacks.Callback):
         """None after too few steps, or after one epoch of unknown length."""
         return self._seconds / self._steps if self._steps >= MIN_STEPS else None
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._only = self.params["epochs"] == 1
         self._starting_call = 2 if self._only else 1 if epoch else None
         self._calls = self._first = self._ended = 0
         self._began: float | None = None
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self._calls += 1
         if self._calls == self._starting_call:
             self._wait()
@@ -50,14 +47,12 @@ class Stopwatch(keras.callbacks.Callback):
             if batch + self.model.steps_per_execution >= self.params["steps"]:
                 self._stop(batch)
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         # On JAX and torch several threads call it, all before the end of the epoch.
         with self._lock:
             self._ended = max(self._ended, batch + 1)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if not self._only:
             # The last call may have made fewer steps than the others.
             self._stop(min(self._ended, self.params["steps"] or self._ended))

@@ -14,6 +14,7 @@ from keras_mp.config import policy_scope
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.data import TrainingData
 from keras_mp.diagnostics.inspection.layer_facts import layers_of
+from keras_mp.display.progress_bar import TrainingProgress
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, policy_of
@@ -49,18 +50,13 @@ class Training:
 
 
 class Plan(NamedTuple):
-    """What all the trainings have in common.
-
-    Attributes:
-        build, train, validation, epochs: the arguments of `compare`.
-        names: see `private.names_given`, before the first training.
-    """
+    """What all the trainings have in common: arguments of `compare`."""
 
     build: Callable[[], Any]
     train: TrainingData
     validation: TrainingData
     epochs: int
-    names: dict[str, int]
+    names: dict[str, int]  # See `private.names_given`: before the first training.
 
 
 def initial_values(plan: Plan, policy: Any, seed: int) -> list[Any]:
@@ -77,15 +73,9 @@ def train_once(
     initial: Sequence[Any],
     progress: Callable[[float], None],
 ) -> Training:
-    """Trains a new model under a policy.
+    """Trains a new model, its variables at their `initial` values, under a policy.
 
-    Args:
-        plan: the training.
-        label: of the policy.
-        policy: a `keras.DTypePolicy`.
-        seed: of the batches.
-        initial: the value of each variable before the first step.
-        progress: is called with how much is done, from 0 to 1.
+    `seed` is that of the batches, and `progress` is told how much is done, from 0 to 1.
     """
     gc.collect()  # The memory of the model before would count.
     read_memory = engine.measure_memory()
@@ -100,7 +90,7 @@ def train_once(
                 **plan.train.to_fit(),
                 epochs=plan.epochs,
                 verbose=0,
-                callbacks=[stopwatch, _Progress(progress)],
+                callbacks=[stopwatch, TrainingProgress(progress)],
             )
         except TrainingDivergedError as error:
             diverged = str(error).partition(", at step")[0]
@@ -130,22 +120,6 @@ def train_once(
             if not is_graph(layer)
         ),
     )
-
-
-class _Progress(keras.callbacks.Callback):
-    def __init__(self, show: Callable[[float], None]) -> None:
-        super().__init__()
-        self._show = show
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch = epoch
-        self._show(epoch / self.params["epochs"])
-
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        if steps := self.params["steps"]:
-            self._show((self._epoch + batch / steps) / self.params["epochs"])
 
 
 def _built(plan: Plan, seed: int) -> Any:

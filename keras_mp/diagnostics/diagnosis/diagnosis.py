@@ -107,11 +107,9 @@ def loss_scale_of(model: Any) -> float:
     optimizer = model.optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return float(optimizer.dynamic_scale)
-    return (
-        float(optimizer.loss_scale_factor or 1.0)
-        if layers_in_half(model)
-        else _FIRST_SCALE
-    )
+    if layers_in_half(model):
+        return float(optimizer.loss_scale_factor or 1.0)
+    return _FIRST_SCALE
 
 
 def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:

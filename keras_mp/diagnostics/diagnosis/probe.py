@@ -1,9 +1,8 @@
 """The ranges of all that one batch computes, forward and backward."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -13,44 +12,24 @@ from keras_mp.diagnostics.one_batch import gradients_of, results_through
 from keras_mp.policies.layers import layer_path
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """What a layer, or an operation of a graph, has returned.
-
-    Attributes:
-        path: the layer's path; of an operation its name.
-        operation: the layer or operation.
-        values: their range.
-        gradient: the range of the loss's gradient by it; None if there is none.
-    """
+class Output(NamedTuple):
+    """The range of what a layer, or an operation of a graph, has returned."""
 
     path: str
     operation: Any
     values: Range
-    gradient: Range | None
+    gradient: Range | None  # Of the loss by it, if it has one.
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """What one batch has shown.
+class Probe(NamedTuple):
+    """The ranges of one batch."""
 
-    Attributes:
-        outputs: in the order in which they were computed.
-        gradients: of each trainable variable by its path; None if there is none.
-    """
-
-    outputs: tuple[Output, ...]
-    gradients: dict[str, Range | None]
+    outputs: tuple[Output, ...]  # In the order in which they were computed.
+    gradients: dict[str, Range | None]  # By the paths of the trainable variables.
 
 
 def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
-    """Runs one batch forward and backward, and leaves the model as it was.
-
-    Args:
-        model: a compiled and built `keras.Model`.
-        batch: inputs, targets and sample weights.
-        scale: what the loss is multiplied by before it is differentiated.
-    """
+    """Runs one batch forward and backward; see `gradients_of`."""
     calls = _Calls()
     compiled = model.jit_compile is not False and not model.run_eagerly
     found = gradients_of(model, batch, scale, calls.shown_to, compiled)
@@ -72,17 +51,12 @@ def _range(array: Any) -> Range | None:
 class _Calls:
     """The tensors that layers and operations return, in the order of their calls."""
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    @contextlib.contextmanager
+    def shown_to(self, see: See) -> Iterator[None]:
+        # Anew each time, as the loss may be computed more than once.
         self.made: list[tuple[str, Any]] = []
         self._known: dict[int, Any] = {}
         self._times: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def shown_to(self, see: See) -> Iterator[None]:
-        self._reset()  # The loss may be computed more than once.
         self._see = see
         with results_through(self._shown):
             yield

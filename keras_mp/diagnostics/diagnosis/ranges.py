@@ -6,7 +6,6 @@ loss scale of 2^k moves them by k, so one range answers for every scale.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -19,19 +18,12 @@ _EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The magnitudes that a dtype holds.
-
-    Attributes:
-        name: the dtype.
-        largest: its largest number.
-        lowest_normal: the exponent of its smallest normal number.
-        lowest: the exponent of its smallest number.
-    """
+    """The magnitudes that a dtype holds."""
 
     name: str
     largest: float
-    lowest_normal: int
-    lowest: int
+    lowest_normal: int  # The exponent of its smallest normal number.
+    lowest: int  # The exponent of its smallest number.
 
     @property
     def highest(self) -> int:
@@ -147,20 +139,20 @@ def range_of(array: Any) -> Range:
 
 def joined(ranges: Iterable[Range]) -> Range:
     """The range of all elements of several tensors together."""
-    return functools.reduce(_joined, ranges, range_of(np.zeros(0, "float32")))
+    every = [range_of(np.zeros(0, "float32")), *ranges]
 
+    def total(name: str) -> Any:
+        return sum(getattr(range, name) for range in every)
 
-def _joined(a: Range, b: Range) -> Range:
-    smallest = [r.smallest for r in (a, b) if r.smallest]
     return Range(
-        size=a.size + b.size,
-        zeros=a.zeros + b.zeros,
-        nans=a.nans + b.nans,
-        infinities=a.infinities + b.infinities,
-        smallest=min(smallest, default=0.0),
-        largest=max(a.largest, b.largest),
-        counts=a.counts + b.counts,
-        sums=a.sums + b.sums,
+        size=total("size"),
+        zeros=total("zeros"),
+        nans=total("nans"),
+        infinities=total("infinities"),
+        smallest=min((r.smallest for r in every if r.smallest), default=0.0),
+        largest=max(r.largest for r in every),
+        counts=total("counts"),
+        sums=total("sums"),
     )
 
 

@@ -2,21 +2,160 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keras_mp.diagnostics.diagnosis.outcome import Outcome
-from keras_mp.diagnostics.diagnosis.ranges import Range, joined
-from keras_mp.diagnostics.diagnosis.verdict import Measured, power
+from keras_mp.diagnostics.diagnosis.ranges import FLOAT16, Range, joined
+from keras_mp.diagnostics.diagnosis.verdict import (
+    LOST,
+    Measured,
+    Verdict,
+    power,
+    window_of,
+)
+from keras_mp.diagnostics.inspection.findings import Finding
 from keras_mp.display import page
 from keras_mp.display.tables import Table
+from keras_mp.loss_scaling.nonfinite import named
 
 _ROWS = 12
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report(Outcome):
-    """What one batch has shown; prints as text, with the tensors that fit worst."""
+class Report:
+    """What one batch has shown; prints as text, with the tensors that fit worst.
+
+    Attributes:
+        model: the model's name.
+        policy: the mixed policy that it has, or "float32".
+        scale: the present loss scale.
+        measured: the ranges of outputs, activation gradients and gradients in float32,
+            in the order in which they are computed.
+        verdict: what they mean for float16.
+        broken_in_float32: the first output, or part of the batch, that is not finite in
+            float32; or empty.
+        broken: the first output that is not finite in half precision only; or empty.
+        epsilons: layers whose epsilon becomes 0 in half precision.
+        kept: the layers that should stay in float32.
+        cured: whether all is finite with these in float32; None if there are none.
+    """
+
+    model: str
+    policy: str
+    scale: float
+    measured: tuple[Measured, ...]
+    verdict: Verdict
+    broken_in_float32: str
+    broken: str
+    epsilons: tuple[Finding, ...]
+    kept: tuple[str, ...]
+    cured: bool | None
+
+    @property
+    def recommended(self) -> str:
+        """The half dtype that suits the model: float16, for its bits, if all fits."""
+        if self.verdict.fits or not self.verdict.bfloat16:
+            return "float16"
+        return "bfloat16"
+
+    @property
+    def line(self) -> str:
+        """The policy to paste, with the layers that should stay in float32."""
+        patterns = [re.escape(path) for path in self.kept]
+        return f"keras_mp.MixedFloat16(float32={patterns!r})" if patterns else ""
+
+    @property
+    def sentences(self) -> list[str]:
+        """The verdict as sentences, in the order of the computation."""
+        if self.broken_in_float32:
+            # It explains all the rest.
+            return [
+                f"{self.broken_in_float32} is the first that is not finite, in float32 "
+                "as well: precision is not the cause."
+            ]
+        return [*self._forward(), *self._backward(), *self._advice()]
+
+    def _forward(self) -> Iterator[str]:
+        if self.verdict.overflowing:
+            first, *others = self.verdict.overflowing
+            more = f": the first of {1 + len(others)} outputs that overflow"
+            yield (
+                f"{first.path} returns magnitudes of up to {first.range.largest:.3g}, "
+                f"and float16 ends at 65504{more if others else ''}."
+            )
+        elif self.broken:
+            yield (
+                f"{self.broken} is the first whose output is not finite in half "
+                "precision; in float32 it is, and small enough for float16."
+            )
+        for finding in self.epsilons:
+            yield f"{', '.join(finding.paths)}: {finding.sentence}"
+
+    def _backward(self) -> Iterator[str]:
+        verdict, window = self.verdict, self.verdict.window
+        if verdict.too_large:
+            first = verdict.too_large[0]
+            yield (
+                f"At the present loss scale, {self.scale:g}, the {first.kind} of "
+                f"{first.path} overflows first: it is up to {first.range.largest:.3g} "
+                "unscaled."
+            )
+        if verdict.too_small:
+            worst = max(verdict.too_small, key=lambda m: m.lost(self.scale))
+            count = len(verdict.too_small)
+            some = f"{count} gradients lose more than {LOST:.2%} of their magnitude; "
+            yield (
+                f"At the present loss scale, {self.scale:g}, "
+                f"{some if count > 1 else ''}the {worst.kind} of {worst.path} loses "
+                f"{worst.lost(self.scale):.0%} of its magnitude."
+            )
+        holds = f"{self.scale:g}, {'is' if window.holds(self.scale) else 'is not'}"
+        if not verdict.outliers:
+            yield (
+                f"Every gradient fits into float16 at loss scales from {window}; the "
+                f"present one, {holds} among them."
+            )
+            return
+        others = named([f"{m.path} ({_fits_at(m)})" for m in verdict.outliers])
+        yield (
+            "There is no loss scale at which every gradient fits into float16: all but "
+            f"{others} fit at {window}. The present one, {holds} among these."
+        )
+
+    def _advice(self) -> Iterator[str]:
+        if self.verdict.fits:
+            yield "float16 suits this model: it has 3 bits more than bfloat16."
+        elif self.verdict.bfloat16:
+            yield (
+                "bfloat16 suits this model: its range is that of float32, and it needs "
+                "no loss scale. It has 3 bits less than float16."
+            )
+        else:
+            yield "Neither float16 nor bfloat16 holds all of it."
+        if self.line:
+            number = "all" if self.cured else "not all"
+            yield (
+                f"With these layers in float32 {number} outputs and gradients are "
+                f"finite: {self.line}"
+            )
+            if not self.cured:
+                yield "keras_mp.find_float32_layers(model, (x, y)) finds the others."
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and numbers, for JSON."""
+        window = self.verdict.window
+        return {
+            "model": self.model,
+            "policy": self.policy,
+            "loss_scale": self.scale,
+            "sentences": self.sentences,
+            "recommended": self.recommended,
+            "float32": list(self.kept),
+            "line": self.line,
+            "window": [window.lowest, window.highest] if window.is_open else None,
+            "tensors": [m.to_dict(self.scale) for m in self.measured],
+        }
 
     def _table(
         self, measured: Sequence[Measured], title: str = "", notes: Sequence[str] = ()
@@ -83,8 +222,8 @@ class Report(Outcome):
         tables = [[m for m in self.measured if m.kind == kind] for kind in kinds]
         return page.cell(
             self._title(),
-            page.items(self.sentences),
-            page.drawn(self.plot),
+            self.sentences,
+            self.plot,
             self._table(self.worst, "The least room", [self._legend()]).html(),
             *(
                 page.folded(
@@ -105,3 +244,12 @@ def _label(name: str, found: Range) -> str:
     beyond = (found.nans + found.infinities) / size
     not_finite = f", {beyond:.0%} are not finite" if beyond else ""
     return f"by {name} ({found.zeros / size:.0%} are 0{not_finite})"
+
+
+def _fits_at(measured: Measured) -> str:
+    window = window_of(measured.range, FLOAT16)
+    if window.is_open:
+        return str(window)
+    if measured.range.overflowing(FLOAT16):
+        return "too large at any"
+    return "too wide or too small at any"

@@ -21,25 +21,18 @@ from keras_mp.diagnostics.diagnosis.ranges import (
 LOST = 2.0**-11
 # A dynamic loss scale stays between these powers of two by default.
 LOWEST_SCALE, HIGHEST_SCALE = 0, 24
+_POWERS = range(LOWEST_SCALE, HIGHEST_SCALE + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The range of one tensor in float32.
+    """The range of one tensor in float32."""
 
-    Attributes:
-        path: of the layer or variable.
-        kind: "output", "activation gradient" or "gradient".
-        range: with a loss scale of 1.
-        half: whether it is in half precision under the policy.
-        layer: the path of its layer, as `float32=` takes it; empty if it belongs to a
-            model or an operation.
-    """
-
-    path: str
-    kind: str
-    range: Range
-    half: bool
+    path: str  # Of the layer or variable.
+    kind: str  # "output", "activation gradient" or "gradient".
+    range: Range  # With a loss scale of 1.
+    half: bool  # Is it in half precision under the policy?
+    # As `float32=` takes it; empty if it belongs to a model or an operation.
     layer: str = ""
 
     @property
@@ -90,15 +83,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The loss scales, powers of two, at which every gradient fits into a format.
+    """The loss scales, powers of two, at which every gradient fits into a format."""
 
-    Attributes:
-        lowest: the exponent of the smallest scale at which none is lost.
-        highest: the exponent of the largest at which none overflows.
-    """
-
-    lowest: int
-    highest: int
+    lowest: int  # The exponent of the smallest scale at which none is lost.
+    highest: int  # The exponent of the largest at which none overflows.
 
     @property
     def is_open(self) -> bool:
@@ -115,8 +103,7 @@ def window_of(range: Range, format: Format) -> Window:
     """The loss scales at which one gradient fits; its `lowest` is larger if none is."""
     if not range.largest:
         return Window(LOWEST_SCALE, HIGHEST_SCALE)
-    exponents = [*_powers()]
-    enough = (k for k in exponents if range.lost(format, 2.0**k) <= LOST)
+    enough = (k for k in _POWERS if range.lost(format, 2.0**k) <= LOST)
     highest = range.headroom(format)[0] if range.finite else LOWEST_SCALE - 1
     return Window(next(enough, HIGHEST_SCALE + 1), min(highest, HIGHEST_SCALE))
 
@@ -131,24 +118,17 @@ def common(windows: Sequence[Window]) -> Window:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What does not fit.
+    """What does not fit."""
 
-    Attributes:
-        overflowing: outputs that pass the largest float16, in the order of the call.
-        window: the loss scales at which every gradient but the outliers fits into
-            float16.
-        too_large, too_small: gradients that overflow, or are lost, at the present
-            scale, in the order of the backward pass.
-        outliers: gradients that do not fit at any scale of the window.
-        bfloat16: whether all outputs and gradients, unscaled, fit into bfloat16.
-    """
-
+    # Outputs that pass the largest float16, in the order of the call.
     overflowing: tuple[Measured, ...]
+    # The loss scales at which every gradient but the outliers fits into float16.
     window: Window
+    # Gradients that overflow, or are lost, at the present scale.
     too_large: tuple[Measured, ...]
     too_small: tuple[Measured, ...]
-    outliers: tuple[Measured, ...]
-    bfloat16: bool
+    outliers: tuple[Measured, ...]  # Gradients that fit at no scale of the window.
+    bfloat16: bool  # Do all outputs and gradients, unscaled, fit into bfloat16?
 
     @property
     def fits(self) -> bool:
@@ -157,20 +137,15 @@ class Verdict:
 
 
 def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
-    """Judges the ranges of one batch.
-
-    Args:
-        measured: outputs in the order of the call, then gradients in the order of the
-            backward pass.
-        scale: the present loss scale.
-    """
+    """Judges the ranges of one batch, in the order of `Report.measured`."""
     half = [m for m in measured if m.half]
     gradients = [m for m in half if m.is_gradient and m.range.largest]
     windows = [window_of(m.range, FLOAT16) for m in gradients]
     together = common(windows)
     if not together.is_open:
-        best = 2.0 ** _best(windows)
-        together = common([w for w in windows if w.holds(best)])
+        # That of the scale which suits most gradients.
+        best = max(_POWERS, key=lambda k: sum(w.holds(2.0**k) for w in windows))
+        together = common([w for w in windows if w.holds(2.0**best)])
     return Verdict(
         overflowing=tuple(
             m for m in half if not m.is_gradient and m.range.overflowing(FLOAT16)
@@ -188,15 +163,6 @@ def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
             for m in half
         ),
     )
-
-
-def _best(windows: Sequence[Window]) -> int:
-    """The exponent of the scale that suits most gradients."""
-    return max(_powers(), key=lambda k: sum(w.holds(2.0**k) for w in windows))
-
-
-def _powers() -> range:
-    return range(LOWEST_SCALE, HIGHEST_SCALE + 1)
 
 
 def power(value: float) -> str:

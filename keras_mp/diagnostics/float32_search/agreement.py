@@ -1,8 +1,7 @@
 """Do a model's outputs and gradients in half precision agree with float32's?"""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,15 +10,18 @@ from keras import ops
 
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
 from keras_mp.diagnostics.one_batch import gradients_of, results_through
+from keras_mp.diagnostics.temporary_policies import is_in_half
 from keras_mp.keras_seams import private
 
+# Allows every finite error.
+ANY = float(np.finfo("float64").max)
 # How many times everything is rounded, each time at random.
 _ROUNDINGS = 3
 # A quantity that rounding changes by more than this share is not compared: the gradient
 # by a bias before a normalization is nothing but rounding errors, in any dtype.
 _UNDETERMINED = 0.5
 # The unit roundoff: the largest relative change when a number is rounded.
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 
 
 class Quantity(NamedTuple):
@@ -47,66 +49,41 @@ class Error(NamedTuple):
         return self.error <= self.allowed
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What float32 computes, and how far from it half precision may be.
 
     Half precision rounds weights and the outputs of layers. Such roundings alone, at
     random in float32, change outputs and gradients, and no layer is to blame for that
-    (Monte Carlo arithmetic; Parker 1997). `tolerance` times that error is allowed.
-
-    Attributes:
-        expected: the quantities in float32.
-        rounding: the relative error of each from rounding alone; None if the quantity
-            is 0, or rounding changes it by more than half.
-        tolerance: see above.
+    (Monte Carlo arithmetic; Parker 1997). A multiple of that error is allowed.
     """
 
-    expected: Sequence[Quantity]
-    rounding: Sequence[float | None]
-    tolerance: float
+    expected: list[Quantity]
+    allowed: list[float]  # The largest error of each; ANY of what is not compared.
 
     @property
     def undetermined(self) -> list[str]:
         """The names of the quantities that are only checked for inf and nan."""
-        pairs = zip(self.expected, self.rounding, strict=True)
-        return [quantity.name for quantity, rounding in pairs if rounding is None]
+        pairs = zip(self.expected, self.allowed, strict=True)
+        return [quantity.name for quantity, allowed in pairs if allowed == ANY]
 
     def errors(self, found: Sequence[Quantity]) -> list[Error]:
         """The errors of all quantities, the largest relative to its limit first."""
-        triples = zip(found, self.expected, self.rounding, strict=True)
         errors = [
-            Error(
-                expected.name,
-                _error(quantity, expected),
-                # Every finite value is allowed.
-                float(np.finfo("float64").max)
-                if rounding is None
-                else self.tolerance * rounding,
+            Error(expected.name, _error(quantity, expected), allowed)
+            for quantity, expected, allowed in zip(
+                found, self.expected, self.allowed, strict=True
             )
-            for quantity, expected, rounding in triples
         ]
         return sorted(errors, key=lambda e: -e.error / e.allowed)
 
 
 def agreement(
-    model: Any,
-    batch: Any,
-    dtype: str,
-    is_half: Callable[[Any], bool],
-    tolerance: float,
+    model: Any, batch: Any, policy: str, half: set[int], tolerance: float
 ) -> Agreement:
     """Measures what float32 computes; all layers must have the policy float32.
 
-    Args:
-        model: a compiled and built `keras.Model`.
-        batch: inputs, targets and sample weights.
-        dtype: the half dtype.
-        is_half: does a layer, or an operation of a graph, compute in it?
-        tolerance: see `Agreement`.
-
-    Raises:
-        ValueError: if something is not finite in float32.
+    `half` has the ids of the layers that will compute in half precision under the
+    policy. Raises a ValueError if something is not finite in float32.
     """
     expected = step(model, batch, 1.0)
     for quantity in expected:
@@ -116,35 +93,30 @@ def agreement(
                 f"which {quantity.name} is not. keras_mp.diagnose says where that "
                 "begins."
             )
-    change = np.full(len(expected), _ROUNDOFF[dtype])
+    change = np.full(len(expected), _ROUNDOFF[policy])
     for number in range(_ROUNDINGS):
-        rounding = _Rounding(_ROUNDOFF[dtype], is_half, number)
+        rounding = _Rounding(_ROUNDOFF[policy], half, number)
         with rounding.of_weights(model), results_through(rounding.of_result):
             found = step(model, batch, 1.0)
         pairs = zip(found, expected, strict=True)
         change = np.maximum(change, [_error(*pair) for pair in pairs])
-    return Agreement(
-        expected,
-        [
-            x if x <= _UNDETERMINED and quantity.values.any() else None
-            for x, quantity in zip(change.tolist(), expected, strict=True)
-        ],
-        tolerance,
-    )
+    allowed = [
+        tolerance * x if x <= _UNDETERMINED and quantity.values.any() else ANY
+        for x, quantity in zip(change.tolist(), expected, strict=True)
+    ]
+    return Agreement(expected, allowed)
 
 
 class _Rounding:
     """Changes numbers as rounding does: x (1 + d), |d| being at most the roundoff."""
 
-    def __init__(
-        self, roundoff: float, is_half: Callable[[Any], bool], seed: int
-    ) -> None:
-        self._roundoff, self._is_half = roundoff, is_half
+    def __init__(self, roundoff: float, half: set[int], seed: int) -> None:
+        self._roundoff, self._half = roundoff, half
         self._random = np.random.default_rng(seed)
 
     def of_result(self, operation: Any, x: Any) -> Any:
         shape = getattr(x, "shape", (None,))
-        if None in shape or not self._is_half(operation):
+        if None in shape or not is_in_half(operation, self._half):
             return x
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
             return x
@@ -155,7 +127,7 @@ class _Rounding:
         weights = [
             variable
             for layer in private.layers_in(model)
-            if self._is_half(layer)
+            if id(layer) in self._half
             for variable in private.own_trainable(layer)
             if keras.backend.is_float_dtype(variable.dtype)
         ]
@@ -174,13 +146,7 @@ class _Rounding:
 
 
 def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity]:
-    """Outputs and gradients of one batch; the model stays as it was.
-
-    Args:
-        model: a compiled and built `keras.Model`.
-        batch: inputs, targets and sample weights.
-        scale: what the loss is multiplied by before it is differentiated.
-    """
+    """Outputs and unscaled gradients of one batch; see `gradients_of`."""
     with same_draws_in_every_dtype():
         # Not compiled: each choice of layers would be compiled anew.
         found = gradients_of(model, batch, scale)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from keras_mp.diagnostics.float32_search.agreement import Error
+from keras_mp.diagnostics.float32_search.agreement import ANY, Error
 from keras_mp.display.tables import Table
 from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, MixedPolicy
 
@@ -68,7 +68,14 @@ class Float32Layers:
     @property
     def sentences(self) -> list[str]:
         """What was found, as sentences."""
-        return [*self._found(), *self._left_out()]
+        sentences = [*self._found()]
+        if count := len(self.undetermined):
+            sentences.append(
+                f"{count} of the outputs and gradients were checked for inf and nan "
+                "only: they are 0, or rounding the weights alone changes them by more "
+                "than half."
+            )
+        return sentences
 
     def _found(self) -> Iterator[str]:
         if not self.agrees:
@@ -92,14 +99,6 @@ class Float32Layers:
             f"{_text(self.after)}."
         )
         yield f"keras_mp.{self.float32_policy!r}"
-
-    def _left_out(self) -> Iterator[str]:
-        if count := len(self.undetermined):
-            yield (
-                f"{count} of the outputs and gradients were checked for inf and nan "
-                "only: they are 0, or rounding the weights alone changes them by more "
-                "than half."
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, strings and numbers, for JSON."""
@@ -155,7 +154,7 @@ def _percent(share: float) -> str:
 
 
 def _allowed(error: Error) -> str:
-    return "all finite" if error.allowed > 1e300 else _percent(error.allowed)
+    return "all finite" if error.allowed == ANY else _percent(error.allowed)
 
 
 def _json(error: Error) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`find_float32_layers`: the smallest set of layers that have to be in float32."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -15,7 +15,6 @@ from keras_mp.diagnostics.temporary_policies import (
     computes_in_half,
     half_policies,
     in_float32,
-    is_in_half,
     layers_in_half,
     policy_name,
     temporary_policies,
@@ -95,16 +94,15 @@ def find_float32_layers(
             f"model={model!r}, whose layers are to stay in float32."
         )
     with temporary_policies(model, in_float32):
-        dtype = policy.removeprefix("mixed_")
-        expected = agreement(
-            model,
-            batch,
-            dtype,
-            lambda operation: is_in_half(operation, half),
-            tolerance,
-        )
+        expected = agreement(model, batch, policy, half, tolerance)
+
+    def badness(scale: float) -> tuple[int, float]:
+        errors = expected.errors(step(model, batch, scale))
+        wrong = sum(not error.agrees for error in errors)
+        return wrong, abs(math.log2(scale / scales[0]))
+
     with temporary_policies(model, choose):
-        scale = _best(scales, lambda s: expected.errors(step(model, batch, s)))
+        scale = min(scales, key=badness)  # A dynamic loss scale would settle there.
 
     def worst(kept: Iterable[Unit]) -> Error:
         paths = [unit.path for unit in kept]
@@ -153,22 +151,10 @@ def _units(whole: Any) -> Iterator[Unit]:
 
 def _scales(model: Any) -> list[float]:
     """The loss scales that may be the model's, the present one first."""
-    present = loss_scale_of(model)
-    is_fixed = layers_in_half(model) and not _is_dynamic(model.optimizer)
-    return [present] if is_fixed else [present, *_SCALES]
-
-
-def _is_dynamic(optimizer: Any) -> bool:
+    present, optimizer = loss_scale_of(model), model.optimizer
     if scaling := loss_scaling_of(optimizer):
-        return scaling.rule.dynamic
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def _best(scales: list[float], errors: Callable[[float], Sequence[Error]]) -> float:
-    """The loss scale at which most agrees: a dynamic one would settle there."""
-
-    def badness(scale: float) -> tuple[int, float]:
-        wrong = sum(not error.agrees for error in errors(scale))
-        return wrong, abs(math.log2(scale / scales[0]))
-
-    return min(scales, key=badness)
+        is_dynamic = scaling.rule.dynamic
+    else:
+        is_dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    is_fixed = layers_in_half(model) and not is_dynamic
+    return [present] if is_fixed else [present, *_SCALES]

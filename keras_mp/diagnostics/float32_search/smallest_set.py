@@ -58,15 +58,10 @@ def smallest_set(
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A layer that may be in float32, with all that it holds.
-
-    Attributes:
-        path: the layer's path.
-        parts: the units within it, some of which may be enough instead.
-    """
+    """A layer that may be in float32, with all that it holds."""
 
     path: str
-    parts: tuple["Unit", ...]
+    parts: tuple["Unit", ...]  # Within it; some of them may be enough instead.
 
 
 def smallest_units(
@@ -76,10 +71,7 @@ def smallest_units(
 ) -> list[Unit]:
     """Finds a small set of units which is enough, of parts rather than of whole units.
 
-    Args:
-        units: all units, which are enough together.
-        is_enough: is a set of units enough?
-        decided: see `smallest_set`.
+    See `smallest_set`; all units together are enough.
     """
     found = smallest_set(units, is_enough, decided)
     if not is_enough(found):

@@ -41,33 +41,23 @@ _PLAIN = {
     *keras.Sequential.__mro__,
     *private.Functional.__mro__,
 }
-_SET_BEFORE = "Set the same policy before the file is opened, or convert it after."
 
 
 class Casts(NamedTuple):
-    """The casts in a layer's `call`.
+    """The casts in a layer's `call`."""
 
-    Attributes:
-        to: the dtypes that are written there.
-        back: whether there is a cast to a dtype that is computed.
-    """
-
-    to: frozenset[str]
-    back: bool
+    to: frozenset[str]  # The dtypes that are written there.
+    back: bool  # Is there a cast to a dtype that is computed?
 
 
 def is_keras(owner: type) -> bool:
     return owner.__module__.split(".")[0] in ("keras", "keras_mp")
 
 
-def owner_of(layer: Any, method: str) -> type:
-    """The class that defines a layer's method."""
-    return next(owner for owner in type(layer).__mro__ if method in vars(owner))
-
-
 def is_custom(layer: Any, method: str) -> bool:
     """Is a layer's method defined outside of Keras?"""
-    return not is_keras(owner_of(layer, method))
+    owners = (owner for owner in type(layer).__mro__ if method in vars(owner))
+    return not is_keras(next(owners))
 
 
 def source_of(layer: Any, method: str) -> str:
@@ -130,17 +120,9 @@ def lost_policies(
             continue
         config = _config_of(layer)
         if config is not None:
-            loss = _loses_own(layer, config)
+            loss = _own_loss(layer, config) or _loss_of_children(layer, config)
             if loss:
                 yield layer_path(layer), *loss
-            elif _loses_children(layer, config):
-                yield (
-                    layer_path(layer),
-                    "a saved file does not keep the policies of the layers that "
-                    f"`{type(layer).__name__}` makes: they will be the global policy "
-                    "where it is opened.",
-                    _SET_BEFORE,
-                )
 
 
 def _config_of(layer: Any) -> dict[str, Any] | None:
@@ -155,7 +137,7 @@ def _config_of(layer: Any) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def _loses_own(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
+def _own_loss(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
     if is_graph(layer) or policy_of(layer).name == "float32":
         return None
     name = type(layer).__name__
@@ -178,15 +160,20 @@ def _loses_own(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _loses_children(layer: Any, config: dict[str, Any]) -> bool:
+def _loss_of_children(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
     if not all(owner in _PLAIN for owner in type(layer).__mro__ if is_keras(owner)):
-        return False  # The layers that a layer of Keras makes have its policy.
+        return None  # The layers that a layer of Keras makes have its policy.
     makers = [m for m in ("__init__", "build") if is_custom(layer, m)]
     source = "".join(source_of(layer, method) for method in makers)
     if not source or "dtype" in source:
-        return False  # It probably sets their policies itself.
+        return None  # It probably sets their policies itself.
     stored = {leaf for leaf in keras.tree.flatten(config) if isinstance(leaf, str)}
-    return any(
-        policy_of(child).name != "float32" and child.name not in stored
-        for child in children_of(layer)
+    children = [c for c in children_of(layer) if c.name not in stored]
+    if all(policy_of(child).name == "float32" for child in children):
+        return None
+    return (
+        "a saved file does not keep the policies of the layers that "
+        f"`{type(layer).__name__}` makes: they will be the global policy where it is "
+        "opened.",
+        "Set the same policy before the file is opened, or convert it after.",
     )

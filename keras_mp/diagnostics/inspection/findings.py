@@ -16,6 +16,7 @@ from keras_mp.diagnostics.inspection.custom_layers import (
 from keras_mp.diagnostics.inspection.shapes import long_sums, odd_widths
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import computes_in_float16
+from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
@@ -42,27 +43,24 @@ class Finding:
     remedy: str
 
     def __str__(self) -> str:
-        shown = ", ".join(self.paths[:3])
-        if len(self.paths) > 3:
-            shown += f" and {len(self.paths) - 3} more"
-        return f"{shown}: {self.sentence} {self.remedy}"
+        return f"{named(self.paths)}: {self.sentence} {self.remedy}"
 
 
 def findings_of(
     model: Any, computing: Sequence[Any], nodes: Sequence[Any]
 ) -> tuple[Finding, ...]:
-    """All findings; layers with the same finding share one.
-
-    Args:
-        model: the model.
-        computing: its layers that compute; graphs are left out.
-        nodes: the calls in its graph.
-    """
+    """All findings, given the layers that compute and the calls in the graph."""
+    # Layers with the same finding share one.
     found: dict[tuple[str, str], list[str]] = {}
     for path, sentence, remedy in dict.fromkeys(_all(model, computing, nodes)):
         found.setdefault((sentence, remedy), []).append(path)
     return tuple(
-        Finding(tuple(paths), sentence, _filled_in(remedy, paths))
+        # PATHS in a remedy stands for the layers, as `float32=` takes them.
+        Finding(
+            tuple(paths),
+            sentence,
+            remedy.replace("PATHS", repr([*map(re.escape, paths)])),
+        )
         for (sentence, remedy), paths in found.items()
     )
 
@@ -82,38 +80,26 @@ def _all(
     yield from lost_policies(model, computing)
 
 
-def _filled_in(remedy: str, paths: list[str]) -> str:
-    """PATHS in a remedy stands for the layers, as `float32=` takes them."""
-    patterns = [re.escape(path) for path in paths]
-    return remedy.replace("PATHS", repr(patterns))
-
-
 def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
     # What a subclassed model returns is not known without a run.
     graph = graph_of(model) if is_graph(model) else None
     for tensor in graph.outputs if graph is not None else ():
-        if tensor.dtype in HALF:
-            sentence = (
-                f"makes an output of the model in {tensor.dtype}: what the loss sees "
-                "is rounded."
-            )
-            makers = [
-                maker
-                for maker in producers(tensor)
-                if policy_of(maker).compute_dtype in HALF
-            ]
-            for maker in makers:
-                compile_will = decision_for(maker) and not model.compiled
-                yield (
-                    layer_path(maker),
-                    sentence,
-                    "`compile` turns it to float32."
-                    if compile_will
-                    else 'Give the layer dtype="float32".',
-                )
-            if not makers:
-                operation, _ = private.origin(tensor)
-                yield operation.name, sentence, 'Cast it to "float32".'
+        if tensor.dtype not in HALF:
+            continue
+        sentence = (
+            f"makes an output of the model in {tensor.dtype}: what the loss sees is "
+            "rounded."
+        )
+        makers = [m for m in producers(tensor) if policy_of(m).compute_dtype in HALF]
+        for maker in makers:
+            if decision_for(maker) and not model.compiled:
+                remedy = "`compile` turns it to float32."
+            else:
+                remedy = 'Give the layer dtype="float32".'
+            yield layer_path(maker), sentence, remedy
+        if not makers:
+            operation, _ = private.origin(tensor)
+            yield operation.name, sentence, 'Cast it to "float32".'
 
 
 def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:

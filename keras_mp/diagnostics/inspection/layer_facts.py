@@ -72,9 +72,13 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     policy = policy_of(layer)
     outputs = [tensor for node in nodes for tensor in node.outputs]
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
-    weights = private.own_trainable(layer) + private.own_non_trainable(layer)
-    # The outputs of a graph are counted at its layers.
-    counted = None if graph or not outputs else outputs
+    variables = private.own_trainable(layer) + private.own_non_trainable(layer)
+    weights = copied = counted = None
+    if layer.built or variables:
+        weights = [(v.shape, v.dtype) for v in variables]
+        copied = [(v.shape, v.dtype) for v in variables if _is_copied(v, layer)]
+    if outputs and not graph:  # Those of a graph are counted at its layers.
+        counted = [(t.shape[1:], t.dtype) for t in outputs]  # For one example.
     return LayerFacts(
         path=layer_path(layer),
         class_name=type(layer).__name__,
@@ -82,13 +86,11 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
         variable_dtype=None if graph else policy.variable_dtype,
         output_dtype=", ".join(dtypes) or None,
         decided_by="its layers" if graph else _decided_by(layer, parent),
-        weight_bytes_float32=_weight_bytes(layer, weights, "float32"),
-        weight_bytes=_weight_bytes(layer, weights),
-        half_copy_bytes=_weight_bytes(
-            layer, [w for w in weights if _is_copied(w, layer)], policy.compute_dtype
-        ),
-        output_bytes_float32=_output_bytes(counted, "float32"),
-        output_bytes=_output_bytes(counted),
+        weight_bytes_float32=_total(weights, "float32"),
+        weight_bytes=_total(weights),
+        half_copy_bytes=_total(copied, policy.compute_dtype),
+        output_bytes_float32=_total(counted, "float32"),
+        output_bytes=_total(counted),
     )
 
 
@@ -118,17 +120,11 @@ def _is_copied(variable: Any, layer: Any) -> bool:
     )
 
 
-def _weight_bytes(layer: Any, weights: list[Any], dtype: str = "") -> int | None:
-    if not layer.built and not weights:
+def _total(tensors: list[tuple[Any, str]] | None, dtype: str = "") -> int | None:
+    """The bytes of tensors of these shapes and dtypes; None if a size is not known."""
+    if tensors is None or any(None in shape for shape, _ in tensors):
         return None
-    return sum(_size(w.shape, w.dtype, dtype) for w in weights)
-
-
-def _output_bytes(tensors: list[Any] | None, dtype: str = "") -> int | None:
-    """For one example: without the first dimension."""
-    if tensors is None or any(None in tensor.shape[1:] for tensor in tensors):
-        return None
-    return sum(_size(t.shape[1:], t.dtype, dtype) for t in tensors)
+    return sum(_size(shape, own, dtype) for shape, own in tensors)
 
 
 def _size(shape: Any, dtype: str, instead: str) -> int:

@@ -12,13 +12,14 @@ from keras_mp.display.tables import Table, in_bytes
 _WIDTH = 80
 _GAP = 2
 _RULE_WIDTH = 19
-_SIZES = (
-    "weight_bytes_float32",
-    "weight_bytes",
-    "half_copy_bytes",
-    "output_bytes_float32",
-    "output_bytes",
-)
+# Fact -> the heading of its column.
+_SIZES = {
+    "weight_bytes_float32": "weights in float32",
+    "weight_bytes": "weights",
+    "half_copy_bytes": "half copies",
+    "output_bytes_float32": "output in float32",
+    "output_bytes": "output, bytes",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,7 +67,7 @@ class Inspection:
         rows = [
             (
                 layer.compute_dtype or "",
-                _returns(layer),
+                (layer.output_dtype or "?") if layer.compute_dtype else "",
                 textwrap.fill(layer.decided_by, _RULE_WIDTH),
                 _weights(layer),
                 _outputs(layer),
@@ -79,15 +80,10 @@ class Inspection:
             for column in zip(columns, *rows, strict=True)
         ]
         left = _WIDTH - sum(taken) - _GAP * len(taken)
-        names = [
-            "\n".join(
-                [
-                    *_folded(layer.path, left),
-                    *(f"  {part}" for part in _folded(layer.class_name, left - 2)),
-                ]
-            )
-            for layer in self.layers
-        ]
+        names = []
+        for layer in self.layers:
+            classes = [f"  {part}" for part in _folded(layer.class_name, left - 2)]
+            names.append("\n".join([*_folded(layer.path, left), *classes]))
         return Table(
             ("layer", *columns),
             [(name, *row) for name, row in zip(names, rows, strict=True)],
@@ -104,26 +100,16 @@ class Inspection:
                 layer.class_name,
                 layer.compute_dtype or "",
                 layer.variable_dtype or "",
-                _known(layer.output_dtype),
+                layer.output_dtype or "?",
                 layer.decided_by,
                 *(in_bytes(getattr(layer, name)) for name in _SIZES),
             )
             for layer in self.layers
         ]
-        columns = (
-            "layer",
-            "class",
-            "computes in",
-            "variables",
-            "output",
-            "decided by",
-            "weights in float32",
-            "weights",
-            "half copies",
-            "output in float32",
-            "output, bytes",
-        )
-        return Table(columns, rows, self._title(), self._notes()).html()
+        columns = ("layer", "class", "computes in", "variables", "output", "decided by")
+        return Table(
+            (*columns, *_SIZES.values()), rows, self._title(), self._notes()
+        ).html()
 
     def _title(self) -> str:
         computing = [layer.compute_dtype for layer in self.layers]
@@ -161,10 +147,6 @@ def _folded(name: str, width: int) -> list[str]:
     return lines
 
 
-def _returns(layer: LayerFacts) -> str:
-    return _known(layer.output_dtype) if layer.compute_dtype else ""
-
-
 def _weights(layer: LayerFacts) -> str:
     if not layer.weight_bytes:
         return "?" if layer.weight_bytes is None else ""
@@ -187,7 +169,3 @@ def _outputs(layer: LayerFacts) -> str:
 def _is_unknown(layer: LayerFacts) -> bool:
     is_graph = layer.compute_dtype is None
     return layer.weight_bytes is None or (not is_graph and layer.output_bytes is None)
-
-
-def _known(text: str | None) -> str:
-    return "?" if text is None else text

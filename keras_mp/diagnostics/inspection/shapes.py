@@ -106,7 +106,7 @@ def odd_widths(computing: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
         policy = policy_of(layer)
         quantized = policy.quantization_mode is not None
         if policy.compute_dtype in HALF and layer.built and not quantized:
-            odd = [n for n in _widths(layer) if n % _MULTIPLE]
+            odd = [n for n in _widths(layer) if n > _CHANNELS and n % _MULTIPLE]
             if odd:
                 found[layer_path(layer)] = odd
     odd = sorted({width for widths in found.values() for width in widths})
@@ -120,30 +120,26 @@ def odd_widths(computing: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _widths(layer: Any) -> Iterator[int]:
+def _widths(layer: Any) -> Sequence[int]:
     """The input and output features of the matrix products that a layer makes."""
     if isinstance(layer, layers.EinsumDense):
         inputs, axes = layer.equation.split("->")[0].split(",")
         sizes = list(zip(axes, _kernel_shape(layer), strict=True))
-        features = [
+        return [
             math.prod(size for axis, size in sizes if (axis in inputs) is contracted)
             for contracted in (True, False)
         ]
-    elif isinstance(layer, (layers.Dense, *_CONVOLUTIONS)):
-        features = list(_kernel_shape(layer)[-2:])
-    elif isinstance(layer, _SEPARABLE):
-        features = list(layer.pointwise_kernel.shape[-2:])
-    elif isinstance(layer, _CELLS):
-        features = [layer.kernel.shape[0], layer.units]
-    elif isinstance(layer, layers.MultiHeadAttention):
-        features = [layer.key_dim, layer.value_dim]
-    elif isinstance(layer, layers.GroupQueryAttention):
-        features = [layer.head_dim]
-    else:
-        features = []
-    for size in features:
-        if size > _CHANNELS:
-            yield size
+    if isinstance(layer, (layers.Dense, *_CONVOLUTIONS)):
+        return _kernel_shape(layer)[-2:]
+    if isinstance(layer, _SEPARABLE):
+        return layer.pointwise_kernel.shape[-2:]
+    if isinstance(layer, _CELLS):
+        return [layer.kernel.shape[0], layer.units]
+    if isinstance(layer, layers.MultiHeadAttention):
+        return [layer.key_dim, layer.value_dim]
+    if isinstance(layer, layers.GroupQueryAttention):
+        return [layer.head_dim]
+    return []
 
 
 def _kernel_shape(layer: Any) -> tuple[int, ...]:

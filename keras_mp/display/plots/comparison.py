@@ -2,21 +2,23 @@
 
 import math
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from keras_mp.display.plots.figures import Picture, our_style
+from keras_mp.display.plots.figures import Picture, draw_losses, our_style
 
 # Okabe and Ito's colours; lines and markers differ too, for who sees no colours.
 _COLOURS = ("#56B4E9", "#D55E00", "#000000", "#009E73", "#CC79A7", "#E69F00")
 _COSTS = ("#009E73", "#CC79A7")
-_LINES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"
+_LINES = [
+    {"color": colour, "linestyle": line, "marker": marker, "alpha": 0.8}
+    for colour, line, marker in zip(
+        _COLOURS, ("-", "--", ":", "-.", "-", "--"), _MARKERS, strict=True
+    )
+]
 
 # The median over the seeds, the lowest and the highest; None if not measured.
 Ratio = tuple[float, float, float] | None
@@ -43,10 +45,9 @@ def plot_comparison(
         A figure of three panels with a caption, on an Agg canvas.
     """
     base = next(iter(finals))
-    figure = Picture(figsize=(13, 5), dpi=120)
-    FigureCanvasAgg(figure)
+    figure = Picture(13, 5)
     left, middle, right = figure.subplots(1, 3)
-    _draw_losses(left, losses)
+    draw_losses(left, losses, _LINES, "mean of the epoch", "the loss's unit")
     _draw_finals(middle, metric, finals, spread)
     _draw_ratios(right, base, ratios)
     caption = (
@@ -56,32 +57,7 @@ def plot_comparison(
         "differs by more than another seed would. Right: what is below the dashed line "
         f"is less than under {base}; the thin lines are the range over the seeds."
     )
-    figure.text(0.015, 0.03, textwrap.fill(caption, 185), fontsize=9.5, va="bottom")
-    figure.tight_layout(rect=(0, 0.12, 1, 1), w_pad=3)
-    return figure
-
-
-def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    for number, (policy, trainings) in enumerate(losses.items()):
-        for seed, loss in enumerate(trainings):
-            axes.plot(
-                range(1, len(loss) + 1),
-                loss,
-                label="" if seed else policy,
-                color=_COLOURS[number % len(_COLOURS)],
-                linestyle=_LINES[number % len(_LINES)],
-                marker=_MARKERS[number % len(_MARKERS)] if len(loss) == 1 else "",
-                alpha=0.8,
-            )
-    axes.set_title("Training loss")
-    axes.set_xlabel("epoch")
-    every = [x for many in losses.values() for one in many for x in one]
-    log = all(x > 0 for x in every if math.isfinite(x))
-    axes.set_yscale("log" if log else "linear")
-    axes.set_ylabel(f"mean of the epoch (the loss's unit{', log scale' * log})")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(handlelength=3.5)
+    return figure.captioned(caption, characters=185, inches=0.6)
 
 
 def _draw_finals(

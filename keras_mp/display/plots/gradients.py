@@ -1,11 +1,9 @@
 """Gradients by their exponents against what float16 holds, drawn."""
 
 import math
-import textwrap
 from collections.abc import Mapping
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -29,8 +27,7 @@ def plot_gradients(shares: Mapping[str, Mapping[int, float]], scale: float) -> F
         A figure with a caption, on an Agg canvas: what figure 3 of Micikevicius et al.,
         Mixed Precision Training, 2018, shows.
     """
-    figure = Picture(figsize=(6, 4.4), dpi=120)
-    FigureCanvasAgg(figure)
+    figure = Picture(6, 4.4)
     axes = figure.subplots()
     shift = math.floor(math.log2(scale))
     present = [exponent for share in shares.values() for exponent in share]
@@ -80,6 +77,4 @@ def plot_gradients(shares: Mapping[str, Mapping[int, float]], scale: float) -> F
         f"of {scale:g} (2^{shift}): what is left of the yellow band becomes 0, what is "
         "right of the white band overflows."
     )
-    figure.text(0.02, 0.02, textwrap.fill(caption, 90), fontsize=9, va="bottom")
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
-    return figure
+    return figure.captioned(caption, characters=85, inches=0.55)

@@ -1,15 +1,13 @@
 """The loss of a training under several policies, and its loss scale, drawn."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from keras_mp.display.plots.figures import Picture, our_style
+from keras_mp.display.plots.figures import Picture, draw_losses, our_style
 
 # Broad to narrow, solid to dotted: curves that coincide can all be seen and can be
 # distinguished without colour. The colours are Okabe and Ito's.
@@ -40,30 +38,13 @@ def plot_training(
         >>> figure = plot_training({"float32": [2.1, 0.4]}, [32768.0] * 100)
         >>> save_png(figure, "training.png")
     """
-    figure = Picture(figsize=(11, 5), dpi=120)
-    FigureCanvasAgg(figure)
+    figure = Picture(11, 5)
     left, right = figure.subplots(1, 2)
-    _draw_losses(left, losses)
+    one_each = {policy: [loss] for policy, loss in losses.items()}
+    draw_losses(left, one_each, _STYLES, "mean cross-entropy", "nats")
     _draw_scales(right, scales, skipped_steps)
     caption = f"{_losses_text(losses)} {_scales_text(scales, skipped_steps)}"
-    figure.text(0.015, 0.03, textwrap.fill(caption, 160), fontsize=9.5, va="bottom")
-    figure.tight_layout(rect=(0, 0.1, 1, 1), w_pad=3)
-    return figure
-
-
-def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[float]]) -> None:
-    for number, (name, loss) in enumerate(losses.items()):
-        style = _STYLES[number % len(_STYLES)]
-        marker = "o" if len(loss) == 1 else ""  # One point makes no line.
-        epochs = range(1, len(loss) + 1)
-        axes.plot(epochs, loss, label=name, marker=marker, **style)
-    axes.set_title("Training loss under each policy")
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("mean cross-entropy (nats, log scale)")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(handlelength=3.5)
+    return figure.captioned(caption, characters=160, inches=0.5)
 
 
 def _draw_scales(
@@ -93,11 +74,10 @@ def _draw_scales(
 def _losses_text(losses: Mapping[str, Sequence[float]]) -> str:
     last = [loss[-1] for loss in losses.values()]
     apart = (max(last) - min(last)) / max(last)
+    near_0 = ", of a loss near 0" if max(last) < 0.05 else ""
     return (
-        f"Left: the curves should lie on each other; they end {apart:.0%} apart, "
-        "of a loss near 0."
-        if max(last) < 0.05
-        else f"Left: the curves should lie on each other; they end {apart:.0%} apart."
+        "Left: the curves should lie on each other; they end "
+        f"{apart:.0%} apart{near_0}."
     )
 
 
