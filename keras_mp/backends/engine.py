@@ -5,13 +5,17 @@
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from keras import ops
 
 # What a gradient holds beside numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2
+
+Wrapper = Callable[[Callable], Callable]
 
 
 class Engine:
@@ -32,9 +36,13 @@ class Engine:
         """
         raise NotImplementedError
 
-    def nonfinite_to_nan(self, grads: Sequence[Any]) -> list[Any]:
+    @staticmethod
+    def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
         """Turns infinities into nan, which clipping by value cannot make finite."""
-        raise NotImplementedError
+        return [
+            None if g is None else ops.where(ops.isfinite(g), g, float("nan"))
+            for g in grads
+        ]
 
     def nonfinite(self, grads: Sequence[Any]) -> Any:
         """The code of each gradient: int8, (len(grads),), the same on all replicas."""
@@ -63,9 +71,12 @@ class Engine:
             branches: whether Keras puts conditionals into `update`.
 
         Returns:
-            Whether it ran, on torch, where Python always knows.
+            Whether it ran, where Python knows.
         """
-        raise NotImplementedError
+        if finite:
+            update(grads)
+            return True
+        return False
 
     # Its surroundings --------------------------------------------------------------
 
@@ -100,11 +111,7 @@ class Engine:
     # The train step of `fit` -------------------------------------------------------
 
     def make_train_function(
-        self,
-        model: Any,
-        original: Callable,
-        force: bool,
-        wrap: Callable[[Callable], Callable],
+        self, model: Any, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         """Runs `original(model, force)` with `model.train_step` wrapped by `wrap`.
 
@@ -168,7 +175,24 @@ class Engine:
                 None.
             after: is called with the state after the step.
         """
-        raise NotImplementedError
+        state, iterator = args if len(args) == 2 else (None, *args)
+        # All of them first: their errors must not find a state that is given away.
+        batches = list(itertools.islice(iterator, count))
+        if not batches:
+            return train_function(*args)  # Which says that there are no more.
+        for batch in batches:
+            before(batch, state)
+            alone = self.only(batch, iterator)
+            if state is None:
+                result = train_function(alone)
+            else:
+                result = _, state = train_function(state, alone)
+            after(state)
+        return result
+
+    def only(self, batch: Any, iterator: Any) -> Any:
+        """What a train function takes in place of `iterator` for one of its batches."""
+        return [batch]
 
     def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
         """A context in which variables hold such a state."""
@@ -232,6 +256,6 @@ class Engine:
     why_no_memory = ""
     """Why `measure_memory` may return None on this backend, as a clause."""
 
-    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+    def repairs(self) -> dict[str, Wrapper]:
         """Wrappers of operations of Keras' backend that fail in half precision."""
         return {}

@@ -1,6 +1,5 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_mp.backends.engine import Engine
+from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.jax import (
     compilation,
     devices,
@@ -56,11 +55,11 @@ class JaxEngine(Engine):
     is_tracing = staticmethod(compilation.is_tracing)
     compiled = staticmethod(compilation.compiled)
     unscale = staticmethod(gradients.unscale)
-    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
+    nonfinite_to_nan = staticmethod(compilation.compiled(Engine.nonfinite_to_nan))
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
-    run_by_batch = staticmethod(one_batch.run_by_batch)
     take_step = staticmethod(one_batch.take_step)
+    attached = staticmethod(one_batch.attached)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -81,11 +80,9 @@ class JaxEngine(Engine):
         grads: list[Any],
         written: Callable[[], Sequence[Any] | None],
         branches: bool = False,
-    ) -> None:
+    ) -> bool | None:
         if not isinstance(finite, jax.core.Tracer):
-            if finite:
-                update(grads)
-            return
+            return super().update_if(finite, update, grads, written)
 
         def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
             with SelectingScope(finite, before) as scope:
@@ -95,6 +92,7 @@ class JaxEngine(Engine):
         run = without_conditionals(writes) if branches else writes
         mapping = private.get_stateless_scope().state_mapping
         mapping.update(run(finite, mapping, grads))
+        return None
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         return args[0][2]
@@ -121,29 +119,21 @@ class JaxEngine(Engine):
                 ]
                 for part in (1, 3)
             )
-            scope = zip(model.metrics_variables, metrics, strict=True)
-            with keras.StatelessScope(list(scope)):
-                results = model.get_metrics_result()
-            logs = logs_of_step(
-                model,
-                logs,
-                results,
-                undone=skipped,
-                measured=any_measured(state[3]),
-                scale=optimizer[place[id(scaling.scale)]],
-                skipped_steps=optimizer[counter],
-                underflow=scaling.underflow.take(),
-            )
+            values = [
+                *zip(model.metrics_variables, metrics, strict=True),
+                *((v, optimizer[place[id(v)]]) for v in scaling.variables),
+            ]
+            with keras.StatelessScope(values):
+                measured = any_measured(state[3])
+                logs = logs_of_step(model, logs, scaling, skipped, measured)
             return logs, (after[0], non_trainable, optimizer, metrics)
 
         return undoing
 
-    def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
-        if state is None:
-            return contextlib.nullcontext()
-        return one_batch.attached(model, state)
+    def only(self, batch: Any, iterator: Any) -> Any:
+        return iter([batch])
 
-    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+    def repairs(self) -> dict[str, Wrapper]:
         return {
             "dot_product_attention": attention.in_float32_if(
                 lambda: jax.devices()[0].platform == "cpu"

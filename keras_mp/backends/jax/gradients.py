@@ -1,5 +1,6 @@
 """Gradients on JAX: unscaled, and checked for what is not finite."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,38 +25,22 @@ def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
     """See `Engine.unscale`."""
-    return _map_present(_unscale, grads, inverse_scale)
+    return _unscale(list(grads), inverse_scale)
 
 
 @compiled
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
-    wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
     # Once for each shape: XLA reads every line.
-    alike = dict.fromkeys((g.shape, g.dtype) for g in wide)
-    inverse = {(s, d): lax.broadcast(inverse_scale.astype(d), s) for s, d in alike}
-    return [lax.mul(g, inverse[g.shape, g.dtype]) for g in wide]
+    inverse = functools.cache(
+        lambda shape, dtype: lax.broadcast(inverse_scale.astype(dtype), shape)
+    )
 
+    def multiply(grad: Any) -> Any:
+        dtype = jnp.promote_types(grad.dtype, jnp.float32)
+        wide = lax.convert_element_type(grad, dtype)
+        return lax.mul(wide, inverse(wide.shape, wide.dtype))
 
-def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """See `Engine.nonfinite_to_nan`."""
-    return _map_present(_nonfinite_to_nan, grads)
-
-
-@compiled
-def _nonfinite_to_nan(grads: list[Any]) -> list[Any]:
-    return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
-
-
-def _map_present(
-    function: Callable[..., list[Any]], grads: Sequence[Any], *args: Any
-) -> list[Any]:
-    """Applies a function of a list to those gradients that are not None."""
-    results = iter(function([g for g in grads if g is not None], *args))
-    return [None if g is None else next(results) for g in grads]
-
-
-def _wide_dtype(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return [None if g is None else multiply(g) for g in grads]
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:

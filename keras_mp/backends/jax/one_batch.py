@@ -1,8 +1,7 @@
-"""The steps of a train function on JAX, one batch at a time."""
+"""A train step on JAX, outside of `fit`, and the state that `fit` passes round."""
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from keras_mp.keras_seams import private
@@ -14,22 +13,6 @@ _PARTS = (
     "optimizer_variables",
     "metrics_variables",
 )
-
-
-def run_by_batch(
-    train_function: Callable, args: Any, count: int, before: Callable, after: Callable
-) -> Any:
-    """See `Engine.run_by_batch`."""
-    state, iterator = args
-    # All of them first: their errors must not find a state that is given away.
-    batches = list(itertools.islice(iterator, count))
-    if not batches:
-        return train_function(state, iterator)  # Which says that there are no more.
-    for batch in batches:
-        before(batch, state)
-        logs, state = train_function(state, iter([batch]))
-        after(state)
-    return logs, state
 
 
 def take_step(model: Any, batch: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.backends.engine import Engine
+from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.tensorflow import (
     devices,
@@ -33,7 +33,7 @@ class TensorFlowEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
-    run_by_batch = staticmethod(one_batch.run_by_batch)
+    only = staticmethod(one_batch.only)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -62,11 +62,9 @@ class TensorFlowEngine(Engine):
         grads: list[Any],
         written: Callable[[], Sequence[Any] | None],
         branches: bool = False,
-    ) -> None:
+    ) -> bool | None:
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
-            if finite:
-                update(grads)
-            return
+            return super().update_if(finite, update, grads, written)
         # A sparse gradient writes some rows of a table: a select would read them all.
         sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
         selects = gradients.compiled_by_xla() and not (
@@ -76,10 +74,10 @@ class TensorFlowEngine(Engine):
         if known is not None:
             with written_where(finite, known):
                 update(grads)
-            return
+            return None
         if tensorflow_private.supports_no_merge_call():
             tf.cond(finite, lambda: update(grads), lambda: None)
-            return
+            return None
 
         def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
             # All replicas agree, so the first one's flag is everyone's. The branch
@@ -92,6 +90,7 @@ class TensorFlowEngine(Engine):
 
         context = tf.distribute.get_replica_context()
         context.merge_call(across_replicas, args=(finite, grads))
+        return None
 
     def undo_skipped(
         self, model: Any, scaling: Any, step: Callable[..., Any]
@@ -129,16 +128,7 @@ class TensorFlowEngine(Engine):
                     metric.reset_state()
 
             tf.cond(skipped, reset, lambda: None)
-            return logs_of_step(
-                model,
-                logs,
-                model.get_metrics_result(),
-                undone=skipped,
-                measured=measured,
-                scale=tf.identity(scaling.scale.value),
-                skipped_steps=tf.identity(scaling.skipped_steps.value),
-                underflow=scaling.underflow.take(),
-            )
+            return logs_of_step(model, logs, scaling, skipped, measured)
 
         return undoing
 
@@ -151,13 +141,26 @@ class TensorFlowEngine(Engine):
             # A model that cannot be built so, of a `train_step` of the user's: let it.
             pass
 
+    def run_by_batch(
+        self,
+        train_function: Callable,
+        args: Sequence[Any],
+        count: int,
+        before: Callable,
+        after: Callable,
+    ) -> Any:
+        if not isinstance(args[0], tf.data.Iterator):
+            return train_function(*args)  # Not that of `fit`.
+        shown = functools.partial(one_batch.show, before)
+        return super().run_by_batch(train_function, args, count, shown, after)
+
     def other_workers(self, model: Any) -> str:
         strategy = model.distribute_strategy
         if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
             return f"a model under {type(strategy).__name__}"
         return ""
 
-    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+    def repairs(self) -> dict[str, Wrapper]:
         return {
             "dot_product_attention": attention.scaled_first(),
             "arange": arange.made_in_float32,

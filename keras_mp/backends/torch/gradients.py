@@ -45,14 +45,6 @@ def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
     }
 
 
-def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """See `Engine.nonfinite_to_nan`."""
-    return [
-        None if g is None else torch.where(torch.isfinite(g), g, torch.nan)
-        for g in grads
-    ]
-
-
 def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
     """See `Engine.nonfinite`; the codes are those of all processes."""
     present = [g for g in grads if g is not None]
