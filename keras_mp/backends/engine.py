@@ -1,13 +1,14 @@
 """What keras_mp asks of a backend: one class, with the defaults of an eager backend.
 
-`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it. A gradient passes
-`unscale` and `nonfinite` on its way to `update_if`, which writes or does not.
+`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it; a function there
+that has no docstring is the method of its name here. A gradient passes `unscale` and
+`nonfinite` on its way to `update_if`, which writes or does not.
 """
 
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
@@ -16,6 +17,21 @@ from keras import ops
 FINITE, INFINITE, NAN = 0, 1, 2
 
 Wrapper = Callable[[Callable], Callable]
+
+
+class Update(NamedTuple):
+    """An update of variables that may be skipped.
+
+    Attributes:
+        run: applies gradients to variables.
+        written: returns the variables that `run` writes; None if not all of them are
+            known.
+        branches: whether Keras puts conditionals into `run`.
+    """
+
+    run: Callable[[list[Any]], None]
+    written: Callable[[], Sequence[Any] | None]
+    branches: bool = False
 
 
 class Engine:
@@ -52,29 +68,14 @@ class Engine:
         """Bool scalar: is each of the codes FINITE?"""
         raise NotImplementedError
 
-    def update_if(
-        self,
-        finite: Any,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> bool | None:
-        """Runs `update(grads)`, whose writes take effect only if `finite`.
-
-        Args:
-            finite: bool scalar.
-            update: applies gradients to variables.
-            grads: gradients.
-            written: returns the variables that `update` writes; None if not all of
-                them are known.
-            branches: whether Keras puts conditionals into `update`.
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+        """Runs an update, whose writes take effect only if `finite`, a bool scalar.
 
         Returns:
             Whether it ran, where Python knows.
         """
         if finite:
-            update(grads)
+            update.run(grads)
             return True
         return False
 
@@ -170,10 +171,9 @@ class Engine:
             train_function: Keras' own.
             args: what `fit` calls it with.
             count: how many batches it takes in one call.
-            before: is called with each batch, and the state on JAX, before the step.
-                The state is what `fit` passes round there in place of variables, else
-                None.
-            after: is called with the state after the step.
+            before: called before each step, with its batch and, on JAX, the state that
+                `fit` passes round in place of variables; elsewhere None.
+            after: called with the state after the step.
         """
         state, iterator = args if len(args) == 2 else (None, *args)
         # All of them first: their errors must not find a state that is given away.
@@ -181,7 +181,7 @@ class Engine:
         if not batches:
             return train_function(*args)  # Which says that there are no more.
         for batch in batches:
-            before(batch, state)
+            before(self.contents(batch), state)
             alone = self.only(batch, iterator)
             if state is None:
                 result = train_function(alone)
@@ -189,6 +189,10 @@ class Engine:
                 result = _, state = train_function(state, alone)
             after(state)
         return result
+
+    def contents(self, batch: Any) -> Any:
+        """A batch as `train_step` will see it."""
+        return batch
 
     def only(self, batch: Any, iterator: Any) -> Any:
         """What a train function takes in place of `iterator` for one of its batches."""

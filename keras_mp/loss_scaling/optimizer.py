@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.backends.engine import Update
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import checkpoint, nonfinite
 from keras_mp.loss_scaling.gradients import (
@@ -290,12 +291,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = self._variables_for(grads, trainable_variables)
         scaling, inner = self._loss_scaling, self.inner_optimizer
         tracing = engine.is_tracing()
-        update = functools.partial(self._update, variables)
+        run = functools.partial(self._update, variables)
         if scaling.stage.take(tracing):
             scaling.underflow.look(grads, variables)
             if stay_finite(variables, inner, scaling.rule.min_scale):
                 # Where they are written: TensorFlow's graphs reuse their memory there.
-                update = functools.partial(self._update, variables, scaled=True)
+                run = functools.partial(self._update, variables, scaled=True)
             else:
                 grads = unscaled(grads, variables, self.dynamic_scale.value)
         narrow = as_variables(grads, variables)
@@ -312,14 +313,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         places = [private.index_in(self, v) for v in variables]
         applied = private.applied_steps(inner).value
         finite, after = scaling.decide(codes, places, applied, eager)
-        ran = engine.update_if(
-            finite,
-            update,
-            grads,
-            written=functools.partial(written_by, inner, variables),
-            branches=accumulates,
-        )
-        if ran is False:
+        written = functools.partial(written_by, inner, variables)
+        update = Update(run, written, branches=accumulates)
+        if engine.update_if(finite, update, grads) is False:
             scaling.note_skip()
         for variable, value in after:
             variable.assign(value)

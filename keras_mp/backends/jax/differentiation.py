@@ -10,7 +10,6 @@ import keras
 def differentiate(
     function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
 ) -> tuple[Any, list, list, list]:
-    """See `Engine.differentiate`."""
     from jax.extend.core import get_opaque_trace_state  # Keras does not import it.
 
     ids = {id(v) for v in variables}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_mp.backends.engine import Engine, Wrapper
+from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.jax import (
     compilation,
     devices,
@@ -73,23 +73,16 @@ class JaxEngine(Engine):
                 f"again. Call `{remedy}` instead."
             )
 
-    def update_if(
-        self,
-        finite: Any,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> bool | None:
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
         if not isinstance(finite, jax.core.Tracer):
-            return super().update_if(finite, update, grads, written)
+            return super().update_if(finite, update, grads)
 
         def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
             with SelectingScope(finite, before) as scope:
-                update(grads)
+                update.run(grads)
             return scope.state_mapping
 
-        run = without_conditionals(writes) if branches else writes
+        run = without_conditionals(writes) if update.branches else writes
         mapping = private.get_stateless_scope().state_mapping
         mapping.update(run(finite, mapping, grads))
         return None
@@ -97,9 +90,7 @@ class JaxEngine(Engine):
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         return args[0][2]
 
-    def undo_skipped(
-        self, model: Any, scaling: Any, step: Callable[..., tuple[Any, Any]]
-    ) -> Callable[..., tuple[Any, Any]]:
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(state: Any, data: Any) -> tuple[Any, Any]:
             logs, after = step(state, data)
             place = {id(v): i for i, v in enumerate(model.optimizer.variables)}
@@ -138,7 +129,7 @@ class JaxEngine(Engine):
             "dot_product_attention": attention.in_float32_if(
                 lambda: jax.devices()[0].platform == "cpu"
             ),
-            **broadcasting.repairs(gradients.is_summed_in_half),
+            **broadcasting.repairs(gradients.are_summed_in_their_dtype),
         }
 
     def other_workers(self, model: Any) -> str:

@@ -24,7 +24,6 @@ FEW, SMALL_ELEMENTS = 8, 1024
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """See `Engine.unscale`."""
     return _unscale(list(grads), inverse_scale)
 
 
@@ -44,11 +43,8 @@ def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:
-    """See `Engine.nonfinite`.
-
-    Outside a trace a NumPy array: there Python decides whether to write.
-    """
     codes = _nonfinite(list(grads))
+    # Outside of a trace Python decides whether to write.
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
@@ -159,7 +155,6 @@ _ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 
 
 def all_finite(codes: Any) -> Any:
-    """See `Engine.all_finite`."""
     if not isinstance(codes, jax.core.Tracer):
         return not codes.any()
     # With its opposite, each made of the other, which XLA leaves whole. One alone it
@@ -176,13 +171,8 @@ def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))
 
 
-def is_summed_in_half(x1: Any, x2: Any) -> bool:
-    """Does JAX sum the gradient of a broadcast operand in half precision?"""
-    return (
-        # Outside of a trace nothing is differentiated.
-        (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
-        and isinstance(x1, jax.Array)
-        and isinstance(x2, jax.Array)
-        and x1.dtype == x2.dtype
-        and x1.dtype.name in ("float16", "bfloat16")
-    )
+def are_summed_in_their_dtype(*operands: Any) -> bool:
+    """Does JAX sum the gradients of broadcast operands in their own dtype?"""
+    # Outside of a trace nothing is differentiated.
+    tracers = [isinstance(x, jax.core.Tracer) for x in operands]
+    return any(tracers) and all(isinstance(x, jax.Array) for x in operands)

@@ -16,7 +16,6 @@ _PARTS = (
 
 
 def take_step(model: Any, batch: Any) -> None:
-    """See `Engine.take_step`."""
     private.build_from_batch(model, batch)
     model.make_train_function()
     variables = (
@@ -32,7 +31,6 @@ def take_step(model: Any, batch: Any) -> None:
 
 @contextlib.contextmanager
 def attached(model: Any, state: Any) -> Iterator[None]:
-    """See `Engine.attached`."""
     private.attach_state(model, dict(zip(_PARTS, state, strict=True)))
     try:
         yield

@@ -5,12 +5,12 @@ Where XLA compiles, selects: a conditional there copies what goes through it.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.backends.engine import Engine, Wrapper
+from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.tensorflow import (
     devices,
@@ -33,6 +33,7 @@ class TensorFlowEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
+    contents = staticmethod(one_batch.contents)
     only = staticmethod(one_batch.only)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
@@ -55,36 +56,31 @@ class TensorFlowEngine(Engine):
         with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
             yield
 
-    def update_if(
-        self,
-        finite: tf.Tensor,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> bool | None:
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
-            return super().update_if(finite, update, grads, written)
+            return super().update_if(finite, update, grads)
         # A sparse gradient writes some rows of a table: a select would read them all.
         sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
         selects = gradients.compiled_by_xla() and not (
             sparse or tf.distribute.has_strategy()
         )
-        known = written() if selects else None
+        known = update.written() if selects else None
         if known is not None:
             with written_where(finite, known):
-                update(grads)
+                update.run(grads)
             return None
         if tensorflow_private.supports_no_merge_call():
-            tf.cond(finite, lambda: update(grads), lambda: None)
+            tf.cond(finite, lambda: update.run(grads), lambda: None)
             return None
 
         def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
             # All replicas agree, so the first one's flag is everyone's. The branch
-            # stands in the cross-replica context: `update` itself calls merge_call.
+            # stands in the cross-replica context: the update itself calls merge_call.
             tf.cond(
                 strategy.experimental_local_results(finite)[0],
-                lambda: strategy.extended.call_for_each_replica(update, args=(grads,)),
+                lambda: strategy.extended.call_for_each_replica(
+                    update.run, args=(grads,)
+                ),
                 lambda: None,
             )
 
@@ -92,9 +88,7 @@ class TensorFlowEngine(Engine):
         context.merge_call(across_replicas, args=(finite, grads))
         return None
 
-    def undo_skipped(
-        self, model: Any, scaling: Any, step: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(data: Any) -> Any:
             changing = model.non_trainable_variables + model.metrics_variables
             variables = {id(v): v.value for v in changing}
@@ -110,12 +104,8 @@ class TensorFlowEngine(Engine):
             broken = skipped & replicas.on_any_replica(~loss_is_finite(logs))
             for variable, value in zip(own, blameless, strict=True):
                 variable.assign(tf.where(broken, value, variable))
-            self.update_if(
-                skipped,
-                functools.partial(_put_back, variables.values()),
-                before,
-                written=lambda: changing,
-            )
+            put_back = functools.partial(_put_back, variables.values())
+            self.update_if(skipped, Update(put_back, lambda: changing), before)
             # Keras on TensorFlow creates the variables of metrics in the first step.
             new = [
                 m
@@ -141,19 +131,6 @@ class TensorFlowEngine(Engine):
             # A model that cannot be built so, of a `train_step` of the user's: let it.
             pass
 
-    def run_by_batch(
-        self,
-        train_function: Callable,
-        args: Sequence[Any],
-        count: int,
-        before: Callable,
-        after: Callable,
-    ) -> Any:
-        if not isinstance(args[0], tf.data.Iterator):
-            return train_function(*args)  # Not that of `fit`.
-        shown = functools.partial(one_batch.show, before)
-        return super().run_by_batch(train_function, args, count, shown, after)
-
     def other_workers(self, model: Any) -> str:
         strategy = model.distribute_strategy
         if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
@@ -164,7 +141,7 @@ class TensorFlowEngine(Engine):
         return {
             "dot_product_attention": attention.scaled_first(),
             "arange": arange.made_in_float32,
-            **broadcasting.repairs(gradients.is_summed_in_half),
+            **broadcasting.repairs(gradients.are_summed_in_their_dtype),
         }
 
 

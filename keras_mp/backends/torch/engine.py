@@ -40,9 +40,7 @@ class TorchEngine(Engine):
         if model.train_function is not before:
             model.train_function = wrap(model.train_function)
 
-    def undo_skipped(
-        self, model: Any, scaling: Any, step: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         # Frozen weights, which may be nearly all there are, are copied only if the step
         # assigns to them: what torch itself writes into one is not put back.
         def undoing(data: Any) -> Any:

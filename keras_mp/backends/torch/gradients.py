@@ -68,5 +68,4 @@ def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(codes: torch.Tensor) -> torch.Tensor:
-    """See `Engine.all_finite`."""
     return ~codes.any()
