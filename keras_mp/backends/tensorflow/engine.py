@@ -139,7 +139,7 @@ class TensorFlowEngine(Engine):
 
     def repairs(self) -> dict[str, Wrapper]:
         return {
-            "dot_product_attention": attention.scaled_first(),
+            "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
             **broadcasting.repairs(gradients.are_summed_in_their_dtype),
         }
