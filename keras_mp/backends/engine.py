@@ -233,8 +233,8 @@ class Engine:
         self,
         function: Callable,
         arguments: Any,
-        variables: Sequence[Any],
-        state: Sequence[Any],
+        variables: Any,
+        state: Any,
         compiled: bool,
     ) -> tuple[Any, list, list, list]:
         """See `differentiation.differentiate`."""

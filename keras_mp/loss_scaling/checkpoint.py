@@ -33,7 +33,7 @@ import numpy as np
 
 from keras_mp.loss_scaling.state import LossScaling
 
-_NAMES = {"skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts"}
+_NAMES = ("skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts")
 _ENTRIES = "entries"
 
 
@@ -113,15 +113,9 @@ def _layout(optimizer: Any, scaling: LossScaling) -> dict[str, Any]:
     """
     if not optimizer.built:
         return {}
-    named = [
-        scaling.skipped_steps,
-        scaling.consecutive_skips,
-        scaling.broken_steps,
-        scaling.nonfinite_counts,
-    ]
-    ids = {id(v) for v in named}
-    numbered = [v for v in optimizer.variables if id(v) not in ids]
-    return _numbered(numbered) | {v.name: v for v in named}
+    named = {name: getattr(scaling, name) for name in _NAMES}
+    ids = {id(v) for v in named.values()}
+    return _numbered(v for v in optimizer.variables if id(v) not in ids) | named
 
 
 def _numbered(variables: Iterable[Any]) -> dict[str, Any]:
@@ -150,7 +144,7 @@ def _values(
 ) -> dict[str, np.ndarray]:
     """The entries of a checkpoint, checked."""
     inner = {id(v) for v in optimizer.inner_optimizer.variables}
-    ours = _ENTRIES in store.keys() or bool(_NAMES & set(store.keys()))
+    ours = not {_ENTRIES, *_NAMES}.isdisjoint(store.keys())
     values = {}
     for key, variable in layout.items():
         value = values[key] = np.asarray(store[key])

@@ -28,11 +28,7 @@ from keras_mp.loss_scaling.inner_optimizer import (
     start_averages,
     written_by,
 )
-from keras_mp.loss_scaling.rule import (
-    LossScaleRule,
-    LossScaleState,
-    check_whole_number,
-)
+from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState, check_whole_number
 from keras_mp.loss_scaling.stage import in_train_step
 from keras_mp.loss_scaling.state import LossScaling
 
@@ -220,9 +216,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             loss: float tensor of any shape.
         """
-        return self._scale(
-            loss, self._value_in(optimizer_variables, self.dynamic_scale)
-        )
+        scale = self._value_in(optimizer_variables, self.dynamic_scale)
+        return self._scale(loss, scale)
 
     def stateless_unscale(
         self, optimizer_variables: Sequence[Any], grads: Iterable[Any]
@@ -333,13 +328,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self, grads: list[Any], trainable_variables: Sequence[Any] | None
     ) -> list[Any]:
         """The variables of these gradients, checked; builds the optimizer with them."""
-        if trainable_variables is None and not self.built:
-            raise ValueError(
-                "`trainable_variables` must be given to an optimizer that is not "
-                "built. Received: trainable_variables=None. Or call "
-                "`optimizer.build(trainable_variables)` first."
-            )
         if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    "`trainable_variables` must be given to an optimizer that is not "
+                    "built. Received: trainable_variables=None. Or call "
+                    "`optimizer.build(trainable_variables)` first."
+                )
             trainable_variables = private.own_trainable(self)
         variables = list(trainable_variables)
         check_gradients(grads, variables)
@@ -409,15 +404,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
-        optimizer_variables = list(optimizer_variables)
-        if len(optimizer_variables) != len(self.variables):
+        values = list(optimizer_variables)
+        if len(values) != len(self.variables):
             raise ValueError(
                 "`optimizer_variables` must hold one value for each of "
-                f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
+                f"`optimizer.variables`. Received: {len(values)} values "
                 f"for {len(self.variables)} variables."
             )
-        index = next(i for i, v in enumerate(self.variables) if v is variable)
-        return optimizer_variables[index]
+        return dict(zip(map(id, self.variables), values, strict=True))[id(variable)]
 
     # What came of it ---------------------------------------------------------------
 
