@@ -82,10 +82,9 @@ class Engine:
     # Its surroundings --------------------------------------------------------------
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
-        """The function, as one program where it is called eagerly, if that helps.
+        """A function of tensors, and of constants at the places `static`.
 
-        Args:
-            function: of tensors, and of constants at the places `static`.
+        It becomes one program where it is called eagerly, if that helps.
         """
         return function
 
@@ -136,19 +135,13 @@ class Engine:
         """Wraps a train step so that one which the optimizer skips leaves no trace.
 
         Non-trainable variables, metrics and the logs made of them are what they were,
-        and so is the loss scale if the loss itself was not finite.
-
-        Args:
-            scaling: the `LossScaling` of the model's optimizer.
-            step: the `train_step` to wrap.
+        and so is the loss scale if the loss itself was not finite. `scaling` is the
+        `LossScaling` of the model's optimizer.
         """
         raise NotImplementedError
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
-        """The optimizer's state in the arguments of a train function, if it is there.
-
-        `fit` on JAX passes it round; elsewhere it stays in the variables.
-        """
+        """The optimizer's state in the arguments of a train function, on JAX alone."""
         return None
 
     # One batch at a time -----------------------------------------------------------
@@ -251,9 +244,8 @@ class Engine:
 
         Returns:
             A function to call after the training: the peak in bytes, on all devices of
-            this process, less what was taken before. On JAX it is what the compiled
-            train step needs, on any device: arguments, results and temporaries. None
-            where it is not counted: see `why_no_memory`.
+            this process, less what was taken before; on JAX what the compiled train
+            step needs. None where it is not counted: see `why_no_memory`.
         """
         raise NotImplementedError
 

@@ -11,15 +11,7 @@ from keras_mp.loss_scaling.nonfinite import path_of
 
 
 def check_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raises a ValueError unless each gradient fits its variable.
-
-    Args:
-        grads: gradients, None where there is none.
-        variables: the variables, in the same order.
-
-    Raises:
-        ValueError: if their numbers or shapes differ, or all gradients are None.
-    """
+    """Raises a ValueError unless each gradient fits its variable; not all are None."""
     if len(grads) != len(variables):
         raise ValueError(
             "`grads` must hold one gradient for each variable. Received: "

@@ -216,7 +216,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             loss: float tensor of any shape.
         """
-        scale = self._value_in(optimizer_variables, self.dynamic_scale)
+        scale = self._by_id(optimizer_variables)[id(self.dynamic_scale)]
         return self._scale(loss, scale)
 
     def stateless_unscale(
@@ -228,7 +228,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             grads: gradients of a scaled loss.
         """
-        scale = self._value_in(optimizer_variables, self.dynamic_scale)
+        scale = self._by_id(optimizer_variables)[id(self.dynamic_scale)]
         return self._unscale(grads, scale)
 
     def _scale(self, loss: Any, scale: Any) -> Any:
@@ -398,12 +398,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `after` if the step was applied, `before`, bit for bit, if not.
         """
         counter = self._loss_scaling.consecutive_skips
-        applied = ops.equal(self._value_in(optimizer_variables, counter), 0)
+        applied = ops.equal(self._by_id(optimizer_variables)[id(counter)], 0)
         return keras.tree.map_structure(
             lambda old, new: ops.where(applied, new, old), before, after
         )
 
-    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
+    def _by_id(self, optimizer_variables: Sequence[Any]) -> dict[int, Any]:
+        """The value of each variable of the optimizer, by the variable's id."""
         values = list(optimizer_variables)
         if len(values) != len(self.variables):
             raise ValueError(
@@ -411,7 +412,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"`optimizer.variables`. Received: {len(values)} values "
                 f"for {len(self.variables)} variables."
             )
-        return dict(zip(map(id, self.variables), values, strict=True))[id(variable)]
+        return dict(zip(map(id, self.variables), values, strict=True))
 
     # What came of it ---------------------------------------------------------------
 
@@ -482,7 +483,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         if optimizer_variables is None:
             optimizer_variables = [v.value for v in self.variables]
-        values = dict(zip(map(id, self.variables), optimizer_variables, strict=True))
+        values = self._by_id(optimizer_variables)
         scaling = self._loss_scaling
         scaling.skips.look(
             LossScaleState(*(values[id(v)] for v in scaling.variables)),
@@ -493,13 +494,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Ends a `fit`: as Keras does, and looks at the last skips."""
-        if sys.exc_info()[0] is not None:  # An exception under way comes first.
-            super().finalize_variable_values(var_list)
-            return
+        failing = sys.exc_info()[0] is not None
+        steps = private.applied_steps(self.inner_optimizer).value
         # Before the first applied step the averages of `use_ema` average nothing.
-        if int(ops.copy(private.applied_steps(self.inner_optimizer).value)):
+        if failing or int(ops.copy(steps)):
             super().finalize_variable_values(var_list)
-        self.raise_if_diverged()
+        if not failing:  # An exception under way comes first.
+            self.raise_if_diverged()
 
     # Saving ----------------------------------------------------------------------
 

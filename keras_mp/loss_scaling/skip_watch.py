@@ -38,10 +38,9 @@ class SkipWatch:
         """Warns once of broken steps; raises after too many skips in a row.
 
         Args:
-            state: the state of the loss scale, readable scalars.
+            state: readable scalars.
             iterations: how many steps were applied.
-            counts: the counts of `keras_mp.loss_scaling.nonfinite`.
-            variables: the variables that they count for.
+            counts: see `nonfinite.py`, a column for each of `variables`.
 
         Raises:
             TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those

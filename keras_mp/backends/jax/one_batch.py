@@ -6,34 +6,32 @@ from typing import Any
 
 from keras_mp.keras_seams import private
 
-# What `fit` passes round, in its order.
-_PARTS = (
-    "trainable_variables",
-    "non_trainable_variables",
-    "optimizer_variables",
-    "metrics_variables",
-)
+
+def _parts(model: Any) -> dict[str, list[Any]]:
+    """The variables whose values `fit` passes round, in its order."""
+    return {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": model.optimizer.variables,
+        "metrics_variables": model.metrics_variables,
+    }
 
 
 def take_step(model: Any, batch: Any) -> None:
     private.build_from_batch(model, batch)
     model.make_train_function()
-    variables = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    )
-    state = tuple([v.value for v in part] for part in variables)
+    parts = _parts(model)
+    state = tuple([v.value for v in variables] for variables in parts.values())
     _, state = model.train_function(state, iter([batch]))
-    private.attach_state(model, dict(zip(_PARTS, state, strict=True)))
+    private.attach_state(model, dict(zip(parts, state, strict=True)))
 
 
 @contextlib.contextmanager
 def attached(model: Any, state: Any) -> Iterator[None]:
-    private.attach_state(model, dict(zip(_PARTS, state, strict=True)))
+    parts = _parts(model)
+    private.attach_state(model, dict(zip(parts, state, strict=True)))
     try:
         yield
     finally:
         # As `fit` has left them: it goes on with the state.
-        private.detach_state(model, _PARTS)
+        private.detach_state(model, parts)

@@ -96,28 +96,23 @@ class TensorFlowEngine(Engine):
             measured = any_measured([v.value for v in model.metrics_variables])
             own = [v.value for v in scaling.variables]
             blameless = scaling.after_broken_step([tf.identity(v) for v in own])
-            skips = scaling.skipped_steps.value
-            count = tf.identity(skips)
+            skips = tf.identity(scaling.skipped_steps.value)
             logs = step(data)
-            skipped = skips > count
+            skipped = scaling.skipped_steps.value > skips
             # The loss of a replica's own share of the batch.
             broken = skipped & replicas.on_any_replica(~loss_is_finite(logs))
             for variable, value in zip(own, blameless, strict=True):
                 variable.assign(tf.where(broken, value, variable))
             put_back = functools.partial(_put_back, variables.values())
             self.update_if(skipped, Update(put_back, lambda: changing), before)
-            # Keras on TensorFlow creates the variables of metrics in the first step.
-            new = [
-                m
-                for m in model.metrics
-                if any(id(v) not in variables for v in m.variables)
-            ]
 
-            def reset() -> None:
-                for metric in new:
-                    metric.reset_state()
+            def reset_new() -> None:
+                # Keras on TensorFlow creates metrics' variables in the first step.
+                for metric in model.metrics:
+                    if any(id(v) not in variables for v in metric.variables):
+                        metric.reset_state()
 
-            tf.cond(skipped, reset, lambda: None)
+            tf.cond(skipped, reset_new, lambda: None)
             return logs_of_step(model, logs, scaling, skipped, measured)
 
         return undoing

@@ -31,8 +31,7 @@ def unscale(
 def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
 
     def to_nan(values: tf.Tensor) -> tf.Tensor:
-        nan = tf.constant(float("nan"), values.dtype)
-        return tf.where(tf.math.is_finite(values), values, nan)
+        return tf.where(tf.math.is_finite(values), values, float("nan"))
 
     return [_on_values(to_nan, g) for g in grads]
 
