@@ -97,11 +97,7 @@ class Engine:
         return contextlib.nullcontext()
 
     def refuse_baking(self, what: str, remedy: str) -> None:
-        """Raises a ValueError where a variable's value would become a constant.
-
-        A function that JAX traces reads a variable once; the other backends read it at
-        each call.
-        """
+        """Raises a ValueError where JAX would make a constant of a variable's value."""
         return  # AutoGraph warns of a function that is a docstring alone.
 
     def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
@@ -209,11 +205,7 @@ class Engine:
         raise NotImplementedError
 
     def generator_states(self) -> dict[str, np.ndarray]:
-        """The states of the framework's own random generators, where layers use them.
-
-        Keras' layers draw from seeds of their own; only on torch a Dropout without a
-        seed does not.
-        """
+        """The states of torch's generators, from which a Dropout without seed draws."""
         return {}
 
     def set_generator_states(self, states: Mapping[str, np.ndarray]) -> None:

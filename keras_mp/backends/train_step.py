@@ -21,7 +21,7 @@ def logs_of_step(
     """The logs of a step, as they are if it was undone, and with the loss scale.
 
     Args:
-        model: the model of the step, its variables as they are after it.
+        model: its variables are as they are after the step.
         logs: what the train step returned.
         scaling: the `LossScaling` of the model's optimizer.
         undone: whether the step was undone; a bool scalar, or False.
@@ -52,11 +52,7 @@ def loss_is_finite(logs: Any) -> Any:
 
 
 def any_measured(metrics: Sequence[Any]) -> Any:
-    """Bool scalar: has a step gone into the metrics since they were reset?
-
-    Args:
-        metrics: the values of their variables, all zero after `reset_state`.
-    """
+    """Bool scalar: has a step gone into the metrics, all zero after `reset_state`?"""
     flags = [ops.any(ops.not_equal(value, 0)) for value in metrics]
     return ops.any(ops.stack(flags)) if flags else ops.convert_to_tensor(False)
 

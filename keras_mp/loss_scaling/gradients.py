@@ -10,7 +10,7 @@ from keras_mp.backends import engine
 from keras_mp.loss_scaling.nonfinite import path_of
 
 
-def check_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises a ValueError unless each gradient fits its variable; not all are None."""
     if len(grads) != len(variables):
         raise ValueError(

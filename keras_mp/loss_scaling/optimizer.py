@@ -12,14 +12,7 @@ from keras import ops
 from keras_mp.backends import engine
 from keras_mp.backends.engine import Update
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling import checkpoint, nonfinite
-from keras_mp.loss_scaling.gradients import (
-    as_variables,
-    check_gradients,
-    checked_for,
-    stay_finite,
-    unscaled,
-)
+from keras_mp.loss_scaling import checkpoint, gradients, nonfinite
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
     ever_accumulates,
@@ -248,7 +241,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = private.own_trainable(self)
         variables = own if len(grads) == len(own) else [None] * len(grads)
         self._loss_scaling.underflow.look(grads, variables)
-        return engine.nonfinite_to_nan(unscaled(grads, variables, scale))
+        return engine.nonfinite_to_nan(gradients.unscaled(grads, variables, scale))
 
     # Applying --------------------------------------------------------------------
 
@@ -289,12 +282,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         run = functools.partial(self._update, variables)
         if scaling.stage.take(tracing):
             scaling.underflow.look(grads, variables)
-            if stay_finite(variables, inner, scaling.rule.min_scale):
+            if gradients.stay_finite(variables, inner, scaling.rule.min_scale):
                 # Where they are written: TensorFlow's graphs reuse their memory there.
                 run = functools.partial(self._update, variables, scaled=True)
             else:
-                grads = unscaled(grads, variables, self.dynamic_scale.value)
-        narrow = as_variables(grads, variables)
+                grads = gradients.unscaled(grads, variables, self.dynamic_scale.value)
+        narrow = gradients.as_variables(grads, variables)
         accumulates = ever_accumulates(inner)
         if accumulates:
             # Keras adds them to accumulators of that dtype, in branches of a `cond`,
@@ -302,7 +295,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads = narrow
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
-        found, norm = checked_for(narrow, variables, inner)
+        found, norm = gradients.checked_for(narrow, variables, inner)
         codes = engine.nonfinite([*found, norm, loss])
         eager = not tracing and private.get_stateless_scope() is None
         places = [private.index_in(self, v) for v in variables]
@@ -337,7 +330,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 )
             trainable_variables = private.own_trainable(self)
         variables = list(trainable_variables)
-        check_gradients(grads, variables)
+        gradients.check(grads, variables)
         if self.built:
             private.check_known(self, variables)
         else:
@@ -350,7 +343,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         if scaled:
             in_place = private.get_stateless_scope() is None
-            grads = unscaled(grads, variables, self.dynamic_scale.value, in_place)
+            grads = gradients.unscaled(
+                grads, variables, self.dynamic_scale.value, in_place
+            )
         self.inner_optimizer.apply(grads, variables)
 
     def stateless_apply(
@@ -522,11 +517,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict | None = None
     ) -> "LossScaleOptimizer":
         """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
-        config = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **config)
+        return super().from_config(dict(config), custom_objects)  # Keras pops a key.
 
     def save_own_variables(self, store: Any) -> None:
         """Writes Keras' own layout, with the counters it does not have by name."""

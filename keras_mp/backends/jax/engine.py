@@ -1,7 +1,8 @@
 """Loss scaling on JAX: selects where each variable is written, no conditional."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,13 +11,7 @@ import keras
 from jax import lax
 
 from keras_mp.backends.engine import Engine, Update, Wrapper
-from keras_mp.backends.jax import (
-    compilation,
-    devices,
-    differentiation,
-    gradients,
-    one_batch,
-)
+from keras_mp.backends.jax import compilation, devices, differentiation, gradients
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.repairs import attention, broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -58,8 +53,6 @@ class JaxEngine(Engine):
     nonfinite_to_nan = staticmethod(compilation.compiled(Engine.nonfinite_to_nan))
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
-    take_step = staticmethod(one_batch.take_step)
-    attached = staticmethod(one_batch.attached)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -96,7 +89,7 @@ class JaxEngine(Engine):
             place = {id(v): i for i, v in enumerate(model.optimizer.variables)}
             counter = place[id(scaling.skipped_steps)]
             skipped = after[2][counter] > state[2][counter]
-            own = [place[id(v)] for v in scaling.variables]
+            own = {place[id(v)]: v for v in scaling.variables}
             blameless = scaling.after_broken_step([state[2][i] for i in own])
             broken = skipped & ~loss_is_finite(logs)
             optimizer = list(after[2])
@@ -112,7 +105,7 @@ class JaxEngine(Engine):
             )
             values = [
                 *zip(model.metrics_variables, metrics, strict=True),
-                *((v, optimizer[place[id(v)]]) for v in scaling.variables),
+                *((variable, optimizer[index]) for index, variable in own.items()),
             ]
             with keras.StatelessScope(values):
                 measured = any_measured(state[3])
@@ -123,6 +116,24 @@ class JaxEngine(Engine):
 
     def only(self, batch: Any, iterator: Any) -> Any:
         return iter([batch])
+
+    def take_step(self, model: Any, batch: Any) -> None:
+        private.build_from_batch(model, batch)
+        model.make_train_function()
+        parts = _parts(model)
+        state = tuple([v.value for v in variables] for variables in parts.values())
+        _, state = model.train_function(state, iter([batch]))
+        private.attach_state(model, dict(zip(parts, state, strict=True)))
+
+    @contextlib.contextmanager
+    def attached(self, model: Any, state: Any) -> Iterator[None]:
+        parts = _parts(model)
+        private.attach_state(model, dict(zip(parts, state, strict=True)))
+        try:
+            yield
+        finally:
+            # As `fit` has left them: it goes on with the state.
+            private.detach_state(model, parts)
 
     def repairs(self) -> dict[str, Wrapper]:
         return {
@@ -135,6 +146,16 @@ class JaxEngine(Engine):
     def other_workers(self, model: Any) -> str:
         processes = jax.process_count()
         return f"{processes} processes" if processes > 1 else ""
+
+
+def _parts(model: Any) -> dict[str, list[Any]]:
+    """The variables whose values `fit` passes round, in its order."""
+    return {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": model.optimizer.variables,
+        "metrics_variables": model.metrics_variables,
+    }
 
 
 engine = JaxEngine()

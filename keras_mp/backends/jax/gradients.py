@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_mp.backends import reductions
 from keras_mp.backends.engine import FINITE, NAN
 from keras_mp.backends.jax.compilation import compiled
-from keras_mp.backends.split_reductions import split_axis
 
-# Gradients up to this many elements are checked together, so that the number of
-# kernels does not grow with the number of variables.
-GROUPED_ELEMENTS = 64 * 1024
 GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
 # Fewer than this of one shape are checked one by one, unless they are as small as this.
 FEW, SMALL_ELEMENTS = 8, 1024
@@ -53,7 +50,7 @@ def _nonfinite(grads: list[Any]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
         if grad is not None:
-            small = grad.size <= GROUPED_ELEMENTS
+            small = grad.size <= reductions.GROUPED_ELEMENTS
             kind = grad.shape, grad.dtype, jax.typeof(grad).sharding
             key = kind if small else index
             alike.setdefault(key, []).append(index)
@@ -126,8 +123,6 @@ def _word(grads: list[Any]) -> Any:
 
 
 def _bits(x: Any, all_but_sign: Any) -> Any:
-    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
-    # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
     x = lax.convert_element_type(x, np.float32)
@@ -141,17 +136,18 @@ def _code(bits: Any) -> Any:
 
 def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
     """The largest code, int8; the axes before the `first` stay."""
-    if split := split_axis(x.shape, first):
+    if split := reductions.split_axis(x.shape, first):
         shape, axis = split
         x = lax.reduce(lax.reshape(x, shape), np.int32(0), lax.max, (axis,))
     codes = lax.convert_element_type(code(x), np.int8)
     return lax.reduce(codes, np.int8(0), lax.max, tuple(range(first, codes.ndim)))
 
 
-# The bits of the largest number, and as far above as NAN is above FINITE.
-_BELOW = np.int32(0x7F7FFFFF)
-_ABOVE = np.int32(_BELOW + NAN)
-_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+_BELOW = np.int32(reductions.LARGEST_NUMBER)
+_ABOVE = np.int32(
+    reductions.LARGEST_NUMBER + NAN
+)  # As far above as NAN is above FINITE.
+_ALL_BUT_SIGN = np.int32(reductions.ALL_BUT_SIGN)
 
 
 def all_finite(codes: Any) -> Any:

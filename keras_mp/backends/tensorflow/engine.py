@@ -8,17 +8,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
-from keras_mp.backends.tensorflow import (
-    devices,
-    differentiation,
-    gradients,
-    one_batch,
-    replicas,
-)
+from keras_mp.backends.tensorflow import devices, differentiation, gradients, replicas
 from keras_mp.backends.tensorflow import private as tensorflow_private
 from keras_mp.backends.tensorflow.writes import written_where
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -33,8 +28,6 @@ class TensorFlowEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
-    contents = staticmethod(one_batch.contents)
-    only = staticmethod(one_batch.only)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -125,6 +118,21 @@ class TensorFlowEngine(Engine):
         except (RuntimeError, ValueError):
             # A model that cannot be built so, of a `train_step` of the user's: let it.
             pass
+
+    def contents(self, batch: Any) -> Any:
+        def value(x: Any) -> Any:
+            # How Keras passes a None through tf.data.
+            return None if isinstance(x, tf.experimental.Optional) else x
+
+        return keras.tree.map_structure(value, batch)
+
+    def only(self, batch: Any, iterator: Any) -> Any:
+        if not isinstance(iterator, tf.data.Iterator):
+            return iter([batch])  # Of `train_on_batch`, not of `fit`.
+        # An iterator of the same specification, or the function is traced anew, for
+        # the shape of this batch.
+        variant = tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(batch))
+        return iter(tf.data.experimental.from_variant(variant, iterator.element_spec))
 
     def other_workers(self, model: Any) -> str:
         strategy = model.distribute_strategy

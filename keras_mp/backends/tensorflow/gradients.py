@@ -6,15 +6,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.backends import reductions
 from keras_mp.backends.engine import FINITE, NAN
-from keras_mp.backends.split_reductions import split_axis
 from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.replicas import highest_of_all_replicas
 
-# Gradients up to this many elements are checked together, so that the number of
-# reductions does not grow with the number of variables.
-GROUPED_ELEMENTS = 64 * 1024
-_FINITE = np.int8(FINITE)
+_FINITE, _BELOW = np.int8(FINITE), reductions.LARGEST_NUMBER
 
 
 def unscale(
@@ -89,7 +86,7 @@ def _wide(values: tf.Tensor) -> tf.DType:
 def _group(values: tf.Tensor) -> Any:
     """What small gradients that may be checked together have in common."""
     elements = values.shape.num_elements()
-    small = elements is not None and elements <= GROUPED_ELEMENTS
+    small = elements is not None and elements <= reductions.GROUPED_ELEMENTS
     return (tuple(values.shape), values.dtype) if small else None
 
 
@@ -98,7 +95,7 @@ def _codes(values: tf.Tensor) -> tf.Tensor:
     if values.shape.rank is None:
         values = tf.reshape(values, (1, -1))
     rows = _bits(values)
-    split = rows.shape.is_fully_defined() and split_axis(rows.shape, first=1)
+    split = rows.shape.is_fully_defined() and reductions.split_axis(rows.shape, first=1)
     if split:
         shape, axis = split
         rows = tf.reduce_max(tf.reshape(rows, shape), axis)
@@ -110,17 +107,11 @@ def _codes(values: tf.Tensor) -> tf.Tensor:
 
 
 def _bits(x: tf.Tensor) -> tf.Tensor:
-    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
-    # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == tf.float64:  # A large one would become infinite in float32.
         x = tf.where(tf.math.is_finite(x), tf.zeros_like(x), x)
     # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
     bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
-    return tf.bitwise.bitwise_and(bits, 0x7FFFFFFF)
-
-
-# The bits of the largest number.
-_BELOW = 0x7F7FFFFF
+    return tf.bitwise.bitwise_and(bits, reductions.ALL_BUT_SIGN)
 
 
 def all_finite(codes: tf.Tensor) -> tf.Tensor:
