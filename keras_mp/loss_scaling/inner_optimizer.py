@@ -57,8 +57,7 @@ def checked_inner(inner_optimizer: Any) -> Any:
             f"Received: inner_optimizer={inner_optimizer!r}."
         )
     if wrapper_of(inner) is not None:
-        # A wrapper that nobody refers to any more may live on in a reference cycle.
-        gc.collect()
+        gc.collect()  # It may live on in a reference cycle though nobody refers to it.
     if wrapper_of(inner) is not None:
         raise ValueError(
             "`inner_optimizer` must be in one wrapper only. Received: "

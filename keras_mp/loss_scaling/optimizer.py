@@ -342,10 +342,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self, variables: Sequence[Any], grads: Sequence[Any], scaled: bool = False
     ) -> None:
         if scaled:
-            in_place = private.get_stateless_scope() is None
-            grads = gradients.unscaled(
-                grads, variables, self.dynamic_scale.value, in_place
-            )
+            scale, stateless = self.dynamic_scale.value, private.get_stateless_scope()
+            grads = gradients.unscaled(grads, variables, scale, stateless is None)
         self.inner_optimizer.apply(grads, variables)
 
     def stateless_apply(

@@ -144,9 +144,7 @@ def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
 
 
 _BELOW = np.int32(reductions.LARGEST_NUMBER)
-_ABOVE = np.int32(
-    reductions.LARGEST_NUMBER + NAN
-)  # As far above as NAN is above FINITE.
+_ABOVE = np.int32(_BELOW + NAN)  # As far above as NAN is above FINITE.
 _ALL_BUT_SIGN = np.int32(reductions.ALL_BUT_SIGN)
 
 

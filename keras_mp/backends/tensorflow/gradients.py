@@ -17,7 +17,6 @@ _FINITE, _BELOW = np.int8(FINITE), reductions.LARGEST_NUMBER
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-
     def multiply(values: tf.Tensor) -> tf.Tensor:
         wide = _wide(values)
         return tf.cast(values, wide) * tf.cast(inverse_scale, wide)
@@ -26,7 +25,6 @@ def unscale(
 
 
 def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-
     def to_nan(values: tf.Tensor) -> tf.Tensor:
         return tf.where(tf.math.is_finite(values), values, float("nan"))
 
