@@ -29,10 +29,9 @@ class Device:
 
 def parse_capability(capability: Any) -> tuple[int, int] | None:
     """Reads `"9.0"` (JAX) and `(9, 0)` (TensorFlow, torch) as `(9, 0)`."""
-    if isinstance(capability, (tuple, list)) and len(capability) == 2:
-        return int(capability[0]), int(capability[1])
     if isinstance(capability, str):
         numbers = re.fullmatch(r"(\d+)\.(\d+)", capability)
-        if numbers:
-            return int(numbers[1]), int(numbers[2])
+        capability = numbers.groups() if numbers else ()
+    if isinstance(capability, (tuple, list)) and len(capability) == 2:
+        return int(capability[0]), int(capability[1])
     return None

@@ -1,17 +1,37 @@
 """What keras_mp asks of a backend: one class, with the defaults of an eager backend.
 
-`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it. A gradient passes
-`unscale` and `nonfinite` on its way to `update_if`, which writes or does not.
+`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it; a function there
+that has no docstring is the method of its name here. A gradient passes `unscale` and
+`nonfinite` on its way to `update_if`, which writes or does not.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from keras import ops
 
 # What a gradient holds beside numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2
+
+Wrapper = Callable[[Callable], Callable]
+
+
+class Update(NamedTuple):
+    """An update of variables that may be skipped.
+
+    Attributes:
+        run: applies gradients to variables.
+        written: returns the variables that `run` writes; None if not all of them are
+            known.
+        branches: whether Keras puts conditionals into `run`.
+    """
+
+    run: Callable[[list[Any]], None]
+    written: Callable[[], Sequence[Any] | None]
+    branches: bool = False
 
 
 class Engine:
@@ -32,9 +52,13 @@ class Engine:
         """
         raise NotImplementedError
 
-    def nonfinite_to_nan(self, grads: Sequence[Any]) -> list[Any]:
+    @staticmethod
+    def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
         """Turns infinities into nan, which clipping by value cannot make finite."""
-        raise NotImplementedError
+        return [
+            None if g is None else ops.where(ops.isfinite(g), g, float("nan"))
+            for g in grads
+        ]
 
     def nonfinite(self, grads: Sequence[Any]) -> Any:
         """The code of each gradient: int8, (len(grads),), the same on all replicas."""
@@ -44,36 +68,23 @@ class Engine:
         """Bool scalar: is each of the codes FINITE?"""
         raise NotImplementedError
 
-    def update_if(
-        self,
-        finite: Any,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> bool | None:
-        """Runs `update(grads)`, whose writes take effect only if `finite`.
-
-        Args:
-            finite: bool scalar.
-            update: applies gradients to variables.
-            grads: gradients.
-            written: returns the variables that `update` writes; None if not all of
-                them are known.
-            branches: whether Keras puts conditionals into `update`.
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+        """Runs an update, whose writes take effect only if `finite`, a bool scalar.
 
         Returns:
-            Whether it ran, on torch, where Python always knows.
+            Whether it ran, where Python knows.
         """
-        raise NotImplementedError
+        if finite:
+            update.run(grads)
+            return True
+        return False
 
     # Its surroundings --------------------------------------------------------------
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
-        """The function, as one program where it is called eagerly, if that helps.
+        """A function of tensors, and of constants at the places `static`.
 
-        Args:
-            function: of tensors, and of constants at the places `static`.
+        It becomes one program where it is called eagerly, if that helps.
         """
         return function
 
@@ -86,11 +97,7 @@ class Engine:
         return contextlib.nullcontext()
 
     def refuse_baking(self, what: str, remedy: str) -> None:
-        """Raises a ValueError where a variable's value would become a constant.
-
-        A function that JAX traces reads a variable once; the other backends read it at
-        each call.
-        """
+        """Raises a ValueError where JAX would make a constant of a variable's value."""
         return  # AutoGraph warns of a function that is a docstring alone.
 
     def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
@@ -100,11 +107,7 @@ class Engine:
     # The train step of `fit` -------------------------------------------------------
 
     def make_train_function(
-        self,
-        model: Any,
-        original: Callable,
-        force: bool,
-        wrap: Callable[[Callable], Callable],
+        self, model: Any, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         """Runs `original(model, force)` with `model.train_step` wrapped by `wrap`.
 
@@ -128,19 +131,13 @@ class Engine:
         """Wraps a train step so that one which the optimizer skips leaves no trace.
 
         Non-trainable variables, metrics and the logs made of them are what they were,
-        and so is the loss scale if the loss itself was not finite.
-
-        Args:
-            scaling: the `LossScaling` of the model's optimizer.
-            step: the `train_step` to wrap.
+        and so is the loss scale if the loss itself was not finite. `scaling` is the
+        `LossScaling` of the model's optimizer.
         """
         raise NotImplementedError
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
-        """The optimizer's state in the arguments of a train function, if it is there.
-
-        `fit` on JAX passes it round; elsewhere it stays in the variables.
-        """
+        """The optimizer's state in the arguments of a train function, on JAX alone."""
         return None
 
     # One batch at a time -----------------------------------------------------------
@@ -163,12 +160,32 @@ class Engine:
             train_function: Keras' own.
             args: what `fit` calls it with.
             count: how many batches it takes in one call.
-            before: is called with each batch, and the state on JAX, before the step.
-                The state is what `fit` passes round there in place of variables, else
-                None.
-            after: is called with the state after the step.
+            before: called before each step, with its batch and, on JAX, the state that
+                `fit` passes round in place of variables; elsewhere None.
+            after: called with the state after the step.
         """
-        raise NotImplementedError
+        state, iterator = args if len(args) == 2 else (None, *args)
+        # All of them first: their errors must not find a state that is given away.
+        batches = list(itertools.islice(iterator, count))
+        if not batches:
+            return train_function(*args)  # Which says that there are no more.
+        for batch in batches:
+            before(self.contents(batch), state)
+            alone = self.only(batch, iterator)
+            if state is None:
+                result = train_function(alone)
+            else:
+                result = _, state = train_function(state, alone)
+            after(state)
+        return result
+
+    def contents(self, batch: Any) -> Any:
+        """A batch as `train_step` will see it."""
+        return batch
+
+    def only(self, batch: Any, iterator: Any) -> Any:
+        """What a train function takes in place of `iterator` for one of its batches."""
+        return [batch]
 
     def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
         """A context in which variables hold such a state."""
@@ -188,11 +205,7 @@ class Engine:
         raise NotImplementedError
 
     def generator_states(self) -> dict[str, np.ndarray]:
-        """The states of the framework's own random generators, where layers use them.
-
-        Keras' layers draw from seeds of their own; only on torch a Dropout without a
-        seed does not.
-        """
+        """The states of torch's generators, from which a Dropout without seed draws."""
         return {}
 
     def set_generator_states(self, states: Mapping[str, np.ndarray]) -> None:
@@ -205,8 +218,8 @@ class Engine:
         self,
         function: Callable,
         arguments: Any,
-        variables: Sequence[Any],
-        state: Sequence[Any],
+        variables: Any,
+        state: Any,
         compiled: bool,
     ) -> tuple[Any, list, list, list]:
         """See `differentiation.differentiate`."""
@@ -223,15 +236,14 @@ class Engine:
 
         Returns:
             A function to call after the training: the peak in bytes, on all devices of
-            this process, less what was taken before. On JAX it is what the compiled
-            train step needs, on any device: arguments, results and temporaries. None
-            where it is not counted: see `why_no_memory`.
+            this process, less what was taken before; on JAX what the compiled train
+            step needs. None where it is not counted: see `why_no_memory`.
         """
         raise NotImplementedError
 
     why_no_memory = ""
     """Why `measure_memory` may return None on this backend, as a clause."""
 
-    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+    def repairs(self) -> dict[str, Wrapper]:
         """Wrappers of operations of Keras' backend that fail in half precision."""
         return {}

@@ -16,35 +16,31 @@ ONCE = "_keras_mp_once"
 
 
 def logs_of_step(
-    model: Any,
-    logs: Any,
-    results: dict[str, Any],
-    undone: Any,
-    measured: Any,
-    scale: Any,
-    skipped_steps: Any,
-    underflow: Any,
+    model: Any, logs: Any, scaling: Any, undone: Any, measured: Any
 ) -> Any:
     """The logs of a step, as they are if it was undone, and with the loss scale.
 
     Args:
-        model: the model of the step.
+        model: its variables are as they are after the step.
         logs: what the train step returned.
-        results: the results of the metrics, after it was undone.
-        undone: whether it was; a bool scalar, or False.
+        scaling: the `LossScaling` of the model's optimizer.
+        undone: whether the step was undone; a bool scalar, or False.
         measured: bool scalar, whether earlier steps went into the metrics.
-        scale: the loss scale after the step.
-        skipped_steps: how many steps were skipped so far.
-        underflow: the share of gradients that underflow; None if nobody asks.
     """
     if not isinstance(logs, dict):
         return logs
     if undone is not False:
+        results = model.get_metrics_result()
         logs = _without_step(logs, results, ops.logical_and(undone, measured))
     if MONITORED not in vars(model):
         return logs
     # Among a step's own results they reach every logger, and no step waits for them.
-    logs = {**logs, "loss_scale": scale, "skipped_steps": skipped_steps}
+    logs = {
+        **logs,
+        "loss_scale": ops.copy(scaling.scale.value),
+        "skipped_steps": ops.copy(scaling.skipped_steps.value),
+    }
+    underflow = scaling.underflow.take()  # None if nobody asks.
     return logs if underflow is None else {**logs, UNDERFLOW: underflow}
 
 
@@ -56,11 +52,7 @@ def loss_is_finite(logs: Any) -> Any:
 
 
 def any_measured(metrics: Sequence[Any]) -> Any:
-    """Bool scalar: has a step gone into the metrics since they were reset?
-
-    Args:
-        metrics: the values of their variables, all zero after `reset_state`.
-    """
+    """Bool scalar: has a step gone into the metrics, all zero after `reset_state`?"""
     flags = [ops.any(ops.not_equal(value, 0)) for value in metrics]
     return ops.any(ops.stack(flags)) if flags else ops.convert_to_tensor(False)
 

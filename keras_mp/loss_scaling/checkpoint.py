@@ -2,8 +2,7 @@
 
 Under the numbers 0, 1, ... what Keras' own wrapper writes, in its order: its variables,
 the loss scale among them, then the inner optimizer's. Under their names the counters
-that only we have, and how many entries there are. So Keras' checkpoints are ours
-without the names.
+that only we have, and how many entries there are.
 
 A checkpoint is read whole and checked before anything is assigned. It is
 
@@ -33,7 +32,7 @@ import numpy as np
 
 from keras_mp.loss_scaling.state import LossScaling
 
-_NAMES = {"skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts"}
+_NAMES = ("skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts")
 _ENTRIES = "entries"
 
 
@@ -113,15 +112,9 @@ def _layout(optimizer: Any, scaling: LossScaling) -> dict[str, Any]:
     """
     if not optimizer.built:
         return {}
-    named = [
-        scaling.skipped_steps,
-        scaling.consecutive_skips,
-        scaling.broken_steps,
-        scaling.nonfinite_counts,
-    ]
-    ids = {id(v) for v in named}
-    numbered = [v for v in optimizer.variables if id(v) not in ids]
-    return _numbered(numbered) | {v.name: v for v in named}
+    named = {name: getattr(scaling, name) for name in _NAMES}
+    ids = {id(v) for v in named.values()}
+    return _numbered(v for v in optimizer.variables if id(v) not in ids) | named
 
 
 def _numbered(variables: Iterable[Any]) -> dict[str, Any]:
@@ -131,18 +124,13 @@ def _numbered(variables: Iterable[Any]) -> dict[str, Any]:
 def _check_keys(optimizer: Any, store: Any, keys: set[str]) -> None:
     numbers = {k for k in keys if k.isdecimal()}
     gap = {str(i) for i in range(len(numbers))} - numbers
-    if gap:
-        raise _damaged(
-            optimizer,
-            "hold entries numbered from 0 without a gap",
-            f"{len(numbers)} numbered entries without {', '.join(sorted(gap))}",
-        )
-    if _ENTRIES in keys and not np.array_equal(store[_ENTRIES], len(keys) - 1):
-        raise _damaged(
-            optimizer,
-            f"hold the {store[_ENTRIES]} entries that it was saved with",
-            f"{len(keys) - 1} entries",
-        )
+    found = f"{len(numbers)} numbered entries without {', '.join(sorted(gap))}"
+    _check(optimizer, not gap, "hold entries numbered from 0 without a gap", found)
+    if _ENTRIES in keys:
+        written, present = store[_ENTRIES], len(keys) - 1
+        complete = np.array_equal(written, present)
+        rule = f"hold the {written} entries that it was saved with"
+        _check(optimizer, complete, rule, f"{present} entries")
 
 
 def _values(
@@ -150,36 +138,35 @@ def _values(
 ) -> dict[str, np.ndarray]:
     """The entries of a checkpoint, checked."""
     inner = {id(v) for v in optimizer.inner_optimizer.variables}
-    ours = _ENTRIES in store.keys() or bool(_NAMES & set(store.keys()))
+    ours = not {_ENTRIES, *_NAMES}.isdisjoint(store.keys())
     values = {}
+    valid: Any
     for key, variable in layout.items():
-        value = values[key] = np.asarray(store[key])
+        value, shape = np.asarray(store[key]), tuple(variable.shape)
         what = f"in entry '{key}', {variable.path},"
-        if value.shape != tuple(variable.shape) or value.dtype.kind in "OSU":
-            raise _damaged(
-                optimizer,
-                f"hold {what} numbers of shape {tuple(variable.shape)}",
-                f"{value.dtype} of shape {value.shape}",
-            )
+        fits = value.shape == shape and value.dtype.kind not in "OSU"
+        found = f"{value.dtype} of shape {value.shape}"
+        _check(optimizer, fits, f"hold {what} numbers of shape {shape}", found)
         counts = (
             keras.backend.is_int_dtype(variable.dtype) and id(variable) not in inner
         )
-        if (counts or variable is optimizer.iterations) and not (
-            value.dtype.kind in "iuf" and np.all((value >= 0) & (value < 2**31))
-        ):
-            raise _damaged(optimizer, f"hold {what} counts of at least 0", value)
+        if counts or variable is optimizer.iterations:
+            valid = value.dtype.kind in "iuf" and np.all((0 <= value) & (value < 2**31))
+            _check(optimizer, valid, f"hold {what} counts of at least 0", value)
         if variable is scaling.scale:
-            if not value >= 0 or (ours and not 0 < value < np.inf):
-                raise _damaged(
-                    optimizer, f"hold {what} a scale that is positive and finite", value
-                )
+            valid = 0 < value < np.inf if ours else value >= 0
+            positive = f"hold {what} a scale that is positive and finite"
+            _check(optimizer, valid, positive, value)
             rule = scaling.rule  # Its bounds may be others than the writer's.
-            values[key] = np.clip(value, rule.min_scale, rule.max_scale)
+            value = np.clip(value, rule.min_scale, rule.max_scale)
+        values[key] = value
     return values
 
 
-def _damaged(optimizer: Any, rule: str, received: Any) -> ValueError:
-    return ValueError(
+def _check(optimizer: Any, holds: Any, rule: str, received: Any) -> None:
+    if holds:
+        return
+    raise ValueError(
         f"The checkpoint of optimizer '{optimizer.name}' must {rule}. Received: "
         f"{received}. It is damaged, or of another model, and nothing of it was loaded "
         "into the optimizer. Load another copy; or go on from the weights alone, with "

@@ -7,18 +7,11 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.loss_scaling.nonfinite import path_of
 
 
-def check_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raises a ValueError unless each gradient fits its variable.
-
-    Args:
-        grads: gradients, None where there is none.
-        variables: the variables, in the same order.
-
-    Raises:
-        ValueError: if their numbers or shapes differ, or all gradients are None.
-    """
+def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raises a ValueError unless each gradient fits its variable; not all are None."""
     if len(grads) != len(variables):
         raise ValueError(
             "`grads` must hold one gradient for each variable. Received: "
@@ -34,8 +27,7 @@ def check_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> None:
             raise ValueError(
                 "Each gradient must have the shape of its variable. Received: a "
                 f"gradient of shape {tuple(grad.shape)} for variable "
-                f"{getattr(variable, 'path', variable.name)} of shape "
-                f"{tuple(variable.shape)}."
+                f"{path_of(variable)} of shape {tuple(variable.shape)}."
             )
 
 
@@ -69,10 +61,9 @@ def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 
     Keras' optimizers cast them so, and a finite gradient may overflow there.
     """
-    dtypes = [_half_dtype(v) for v in variables]
     return [
-        ops.cast(g, d) if d and g is not None else g
-        for g, d in zip(grads, dtypes, strict=True)
+        ops.cast(g, dtype) if g is not None and (dtype := _half_dtype(v)) else g
+        for g, v in zip(grads, variables, strict=True)
     ]
 
 

@@ -57,8 +57,7 @@ def checked_inner(inner_optimizer: Any) -> Any:
             f"Received: inner_optimizer={inner_optimizer!r}."
         )
     if wrapper_of(inner) is not None:
-        # A wrapper that nobody refers to any more may live on in a reference cycle.
-        gc.collect()
+        gc.collect()  # It may live on in a reference cycle though nobody refers to it.
     if wrapper_of(inner) is not None:
         raise ValueError(
             "`inner_optimizer` must be in one wrapper only. Received: "
@@ -81,26 +80,29 @@ def _of_this_backend(inner: Any) -> Any:
     )
 
 
+def _parts(inner: Any) -> list[Any]:
+    """The optimizer, and those within a `MultiOptimizer`."""
+    return [inner, *getattr(inner, "optimizers", ())]
+
+
 def ever_accumulates(inner: Any) -> bool:
     """Whether it accumulates gradients, or one within it does."""
-    parts = getattr(inner, "optimizers", [inner])
-    return any(part.gradient_accumulation_steps for part in parts)
+    return any(part.gradient_accumulation_steps for part in _parts(inner))
 
 
 def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
-    """What an update writes by `assign`; None if it may write something else."""
-    return [*variables, *inner.variables] if _is_keras_own(inner, variables) else None
+    """What an update writes by `assign`; None if it may write something else.
 
-
-def _is_keras_own(inner: Any, variables: Sequence[Any]) -> bool:
-    """Whether an update runs Keras' code alone, whose every write is an `assign`."""
-    parts = [inner, *getattr(inner, "optimizers", ())]
-    rates = [private.learning_rate(part) for part in parts]
+    Keras' own code writes by `assign` alone.
+    """
+    rates = [private.learning_rate(part) for part in _parts(inner)]
     constraints = [getattr(v, "constraint", None) for v in variables]
-    return all(
+    if all(
         x is None or private.is_keras_own(type(x))
-        for x in (*parts, *rates, *constraints)
-    )
+        for x in (*_parts(inner), *rates, *constraints)
+    ):
+        return [*variables, *inner.variables]
+    return None
 
 
 def start_averages(inner_optimizer: Any) -> None:
@@ -109,18 +111,14 @@ def start_averages(inner_optimizer: Any) -> None:
     Keras starts them at zero, which becomes the weights if every step of a short `fit`
     is skipped. The first applied step writes over them either way.
     """
-    for optimizer in (inner_optimizer, *getattr(inner_optimizer, "optimizers", ())):
-        if optimizer.use_ema and not int(
-            ops.copy(private.applied_steps(optimizer).value)
-        ):
-            for average, variable in zip(
-                private.averages(optimizer),
-                private.own_trainable(optimizer),
-                strict=True,
-            ):
-                if average is not None:  # None for those overwritten by "gradients".
-                    # A copy: JAX gives both buffers away at the next step.
-                    average.assign(ops.copy(variable.value))
+    for part in _parts(inner_optimizer):
+        if not part.use_ema or int(ops.copy(private.applied_steps(part).value)):
+            continue
+        averages, variables = private.averages(part), private.own_trainable(part)
+        for average, variable in zip(averages, variables, strict=True):
+            if average is not None:  # None for those overwritten by "gradients".
+                # A copy: JAX gives both buffers away at the next step.
+                average.assign(ops.copy(variable.value))
 
 
 def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
@@ -134,10 +132,9 @@ def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
                 f"`{name}` must be set on the `inner_optimizer`, not on the wrapper. "
                 f"Received: {name}={value!r}."
             )
-    unknown = [name for name in kwargs if name not in _INNER_ARGUMENTS]
+    unknown = {k: value for k, value in kwargs.items() if k not in _INNER_ARGUMENTS}
     if unknown:
         raise ValueError(
             "LossScaleOptimizer does not support arguments: "
-            f"`{'`, `'.join(unknown)}`. Received: "
-            f"{ {name: kwargs[name] for name in unknown} }."
+            f"`{'`, `'.join(unknown)}`. Received: {unknown}."
         )

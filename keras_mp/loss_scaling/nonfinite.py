@@ -62,12 +62,7 @@ def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
     """Returns a line for each variable with a count, most often first."""
     columns = zip(variables, *ops.convert_to_numpy(counts).tolist(), strict=True)
     lines = [
-        NonfiniteGradient(
-            path=_path(variable),
-            count=count,
-            first_step=first,
-            kind=_kind(infinite, nan),
-        )
+        NonfiniteGradient(path_of(variable), count, first, _kind(infinite, nan))
         for variable, count, infinite, nan, first, _ in columns
         if count
     ]
@@ -90,7 +85,7 @@ def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
     """Returns the paths of those concerned by the last such step, in their order."""
     last = ops.convert_to_numpy(counts)[4].tolist()
     return [
-        _path(variable)
+        path_of(variable)
         for variable, step in zip(variables, last, strict=True)
         if step and step == max(last)
     ]
@@ -106,5 +101,6 @@ def _kind(infinite: int, nan: int) -> str:
     return ", ".join(k for k, n in (("inf", infinite), ("nan", nan)) if n)
 
 
-def _path(variable: Any) -> str:
+def path_of(variable: Any) -> str:
+    """The path of a Keras variable, or the name of a native one."""
     return getattr(variable, "path", variable.name)

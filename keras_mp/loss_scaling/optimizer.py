@@ -10,15 +10,9 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.backends.engine import Update
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling import checkpoint, nonfinite
-from keras_mp.loss_scaling.gradients import (
-    as_variables,
-    check_gradients,
-    checked_for,
-    stay_finite,
-    unscaled,
-)
+from keras_mp.loss_scaling import checkpoint, gradients, nonfinite
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
     ever_accumulates,
@@ -27,11 +21,7 @@ from keras_mp.loss_scaling.inner_optimizer import (
     start_averages,
     written_by,
 )
-from keras_mp.loss_scaling.rule import (
-    LossScaleRule,
-    LossScaleState,
-    check_whole_number,
-)
+from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState, check_whole_number
 from keras_mp.loss_scaling.stage import in_train_step
 from keras_mp.loss_scaling.state import LossScaling
 
@@ -219,9 +209,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             loss: float tensor of any shape.
         """
-        return self._scale(
-            loss, self._value_in(optimizer_variables, self.dynamic_scale)
-        )
+        scale = self._by_id(optimizer_variables)[id(self.dynamic_scale)]
+        return self._scale(loss, scale)
 
     def stateless_unscale(
         self, optimizer_variables: Sequence[Any], grads: Iterable[Any]
@@ -232,7 +221,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             optimizer_variables: values of `optimizer.variables`, in their order.
             grads: gradients of a scaled loss.
         """
-        scale = self._value_in(optimizer_variables, self.dynamic_scale)
+        scale = self._by_id(optimizer_variables)[id(self.dynamic_scale)]
         return self._unscale(grads, scale)
 
     def _scale(self, loss: Any, scale: Any) -> Any:
@@ -252,7 +241,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = private.own_trainable(self)
         variables = own if len(grads) == len(own) else [None] * len(grads)
         self._loss_scaling.underflow.look(grads, variables)
-        return engine.nonfinite_to_nan(unscaled(grads, variables, scale))
+        return engine.nonfinite_to_nan(gradients.unscaled(grads, variables, scale))
 
     # Applying --------------------------------------------------------------------
 
@@ -290,15 +279,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = self._variables_for(grads, trainable_variables)
         scaling, inner = self._loss_scaling, self.inner_optimizer
         tracing = engine.is_tracing()
-        update = functools.partial(self._update, variables)
+        run = functools.partial(self._update, variables)
         if scaling.stage.take(tracing, inner.name):
             scaling.underflow.look(grads, variables)
-            if stay_finite(variables, inner, scaling.rule.min_scale):
+            if gradients.stay_finite(variables, inner, scaling.rule.min_scale):
                 # Where they are written: TensorFlow's graphs reuse their memory there.
-                update = functools.partial(self._update, variables, scaled=True)
+                run = functools.partial(self._update, variables, scaled=True)
             else:
-                grads = unscaled(grads, variables, self.dynamic_scale.value)
-        narrow = as_variables(grads, variables)
+                grads = gradients.unscaled(grads, variables, self.dynamic_scale.value)
+        narrow = gradients.as_variables(grads, variables)
         accumulates = ever_accumulates(inner)
         if accumulates:
             # Keras adds them to accumulators of that dtype, in branches of a `cond`,
@@ -306,20 +295,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads = narrow
         if loss is not None:
             loss = ops.convert_to_tensor(loss)
-        found, norm = checked_for(narrow, variables, inner)
+        found, norm = gradients.checked_for(narrow, variables, inner)
         codes = engine.nonfinite([*found, norm, loss])
         eager = not tracing and private.get_stateless_scope() is None
         places = [private.index_in(self, v) for v in variables]
         applied = private.applied_steps(inner).value
         finite, after = scaling.decide(codes, places, applied, eager)
-        ran = engine.update_if(
-            finite,
-            update,
-            grads,
-            written=functools.partial(written_by, inner, variables),
-            branches=accumulates,
-        )
-        if ran is False:
+        written = functools.partial(written_by, inner, variables)
+        update = Update(run, written, branches=accumulates)
+        if engine.update_if(finite, update, grads) is False:
             scaling.note_skip()
         for variable, value in after:
             variable.assign(value)
@@ -337,16 +321,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self, grads: list[Any], trainable_variables: Sequence[Any] | None
     ) -> list[Any]:
         """The variables of these gradients, checked; builds the optimizer with them."""
-        if trainable_variables is None and not self.built:
-            raise ValueError(
-                "`trainable_variables` must be given to an optimizer that is not "
-                "built. Received: trainable_variables=None. Or call "
-                "`optimizer.build(trainable_variables)` first."
-            )
         if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    "`trainable_variables` must be given to an optimizer that is not "
+                    "built. Received: trainable_variables=None. Or call "
+                    "`optimizer.build(trainable_variables)` first."
+                )
             trainable_variables = private.own_trainable(self)
         variables = list(trainable_variables)
-        check_gradients(grads, variables)
+        gradients.check(grads, variables)
         if self.built:
             private.check_known(self, variables)
         else:
@@ -358,8 +342,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self, variables: Sequence[Any], grads: Sequence[Any], scaled: bool = False
     ) -> None:
         if scaled:
-            in_place = private.get_stateless_scope() is None
-            grads = unscaled(grads, variables, self.dynamic_scale.value, in_place)
+            scale, stateless = self.dynamic_scale.value, private.get_stateless_scope()
+            grads = gradients.unscaled(grads, variables, scale, stateless is None)
         self.inner_optimizer.apply(grads, variables)
 
     def stateless_apply(
@@ -407,21 +391,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `after` if the step was applied, `before`, bit for bit, if not.
         """
         counter = self._loss_scaling.consecutive_skips
-        applied = ops.equal(self._value_in(optimizer_variables, counter), 0)
+        applied = ops.equal(self._by_id(optimizer_variables)[id(counter)], 0)
         return keras.tree.map_structure(
             lambda old, new: ops.where(applied, new, old), before, after
         )
 
-    def _value_in(self, optimizer_variables: Sequence[Any], variable: Any) -> Any:
-        optimizer_variables = list(optimizer_variables)
-        if len(optimizer_variables) != len(self.variables):
+    def _by_id(self, optimizer_variables: Sequence[Any]) -> dict[int, Any]:
+        """The value of each variable of the optimizer, by the variable's id."""
+        values = list(optimizer_variables)
+        if len(values) != len(self.variables):
             raise ValueError(
                 "`optimizer_variables` must hold one value for each of "
-                f"`optimizer.variables`. Received: {len(optimizer_variables)} values "
+                f"`optimizer.variables`. Received: {len(values)} values "
                 f"for {len(self.variables)} variables."
             )
-        index = next(i for i, v in enumerate(self.variables) if v is variable)
-        return optimizer_variables[index]
+        return dict(zip(map(id, self.variables), values, strict=True))
 
     # What came of it ---------------------------------------------------------------
 
@@ -492,7 +476,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         if optimizer_variables is None:
             optimizer_variables = [v.value for v in self.variables]
-        values = dict(zip(map(id, self.variables), optimizer_variables, strict=True))
+        values = self._by_id(optimizer_variables)
         scaling = self._loss_scaling
         scaling.skips.look(
             LossScaleState(*(values[id(v)] for v in scaling.variables)),
@@ -503,13 +487,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Ends a `fit`: as Keras does, and looks at the last skips."""
-        if sys.exc_info()[0] is not None:  # An exception under way comes first.
-            super().finalize_variable_values(var_list)
-            return
+        failing = sys.exc_info()[0] is not None
+        steps = private.applied_steps(self.inner_optimizer).value
         # Before the first applied step the averages of `use_ema` average nothing.
-        if int(ops.copy(private.applied_steps(self.inner_optimizer).value)):
+        if failing or int(ops.copy(steps)):
             super().finalize_variable_values(var_list)
-        self.raise_if_diverged()
+        if not failing:  # An exception under way comes first.
+            self.raise_if_diverged()
 
     # Saving ----------------------------------------------------------------------
 
@@ -531,11 +515,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict | None = None
     ) -> "LossScaleOptimizer":
         """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
-        config = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **config)
+        return super().from_config(dict(config), custom_objects)  # Keras pops a key.
 
     def save_own_variables(self, store: Any) -> None:
         """Writes Keras' own layout, with the counters it does not have by name."""

@@ -83,39 +83,36 @@ class LossScaleRule:
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+        def check(name: str, holds: bool, rule: str) -> None:
+            if not holds:
+                raise _refusal(name, rule, given[name])
+
         for name in ("dynamic_growth_steps", "hysteresis"):
             check_whole_number(name, given[name])
             # Not a NumPy number any more: configs are written as JSON.
             object.__setattr__(self, name, int(given[name]))
-        if not isinstance(self.dynamic, bool):
-            raise _refusal("dynamic", "be True or False", self.dynamic)
+        check("dynamic", isinstance(self.dynamic, bool), "be True or False")
         for name in _REALS:
             # A float16 would be compared with the bounds in float16.
             object.__setattr__(self, name, _as_float(given[name]))
-        if not 1 < self.growth_factor < math.inf:
-            raise _refusal(
-                "growth_factor", "be greater than 1 and finite", given["growth_factor"]
-            )
-        if not 0 < self.backoff_factor < 1:
-            raise _refusal(
-                "backoff_factor", "lie between 0 and 1, both excluded",
-                given["backoff_factor"],
-            )  # fmt: skip
+        grows = 1 < self.growth_factor < math.inf
+        check("growth_factor", grows, "be greater than 1 and finite")
+        backs_off = 0 < self.backoff_factor < 1
+        check("backoff_factor", backs_off, "lie between 0 and 1, both excluded")
         for name in ("min_scale", "max_scale"):
-            if not SMALLEST_SCALE <= getattr(self, name) <= LARGEST_SCALE:
-                raise _refusal(name, "lie between 2**-126 and 2**126", given[name])
+            normal = SMALLEST_SCALE <= getattr(self, name) <= LARGEST_SCALE
+            check(name, normal, "lie between 2**-126 and 2**126")
         if self.min_scale > self.max_scale:
             raise ValueError(
                 "`min_scale` must not be greater than `max_scale`. Received: "
                 f"min_scale={self.min_scale}, max_scale={self.max_scale}."
             )
-        if not self.min_scale <= self.initial_scale <= self.max_scale:
-            raise _refusal(
-                "initial_scale",
-                f"lie between min_scale={self.min_scale} and "
-                f"max_scale={self.max_scale}",
-                given["initial_scale"],
-            )
+        check(
+            "initial_scale",
+            self.min_scale <= self.initial_scale <= self.max_scale,
+            f"lie between min_scale={self.min_scale} and max_scale={self.max_scale}",
+        )
 
     def initial_state(self) -> LossScaleState:
         """Returns the state before the first step, as Python numbers."""

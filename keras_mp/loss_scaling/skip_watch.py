@@ -38,10 +38,9 @@ class SkipWatch:
         """Warns once of broken steps; raises after too many skips in a row.
 
         Args:
-            state: the state of the loss scale, readable scalars.
+            state: readable scalars.
             iterations: how many steps were applied.
-            counts: the counts of `keras_mp.loss_scaling.nonfinite`.
-            variables: the variables that they count for.
+            counts: see `nonfinite.py`, a column for each of `variables`.
 
         Raises:
             TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those
@@ -51,30 +50,28 @@ class SkipWatch:
         state = LossScaleState(*(ops.copy(value) for value in state))
         skips, total = int(state.consecutive_skips), int(state.skipped_steps)
         steps = int(ops.copy(iterations)) + total
+        most = self.max_consecutive_skips
+        diverged = most is not None and min(skips, total - self._reported_skips) >= most
+        broken = int(state.broken_steps)
+        if not diverged and (self._warned or broken <= self._reported_broken_steps):
+            return
+        self._warned = True
         where = (
-            f"at step {steps} (loss scale {float(state.scale):g}; "
-            "variables whose gradients were not finite last: "
+            f"at step {steps} (loss scale {float(state.scale):g}; variables whose "
+            f"gradients were not finite last: {named(newest(counts, variables))})"
         )
-        if (
-            self.max_consecutive_skips is not None
-            and min(skips, total - self._reported_skips) >= self.max_consecutive_skips
-        ):
-            self._reported_skips, self._warned = total, True
+        if diverged:
+            self._reported_skips = total
             raise TrainingDivergedError(
-                f"{skips} steps in a row had gradients that are not finite, "
-                f"{where}{named(newest(counts, variables))}), and "
-                f"max_consecutive_skips={self.max_consecutive_skips}. {_REMEDY}"
+                f"{skips} steps in a row had gradients that are not finite, {where}, "
+                f"and max_consecutive_skips={most}. {_REMEDY}"
             )
-        if int(state.broken_steps) > self._reported_broken_steps and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{int(state.broken_steps)} of {total} skipped steps were broken "
-                "whatever the loss scale: the loss itself was not finite, or gradients "
-                f"at a scale that goes no lower. Seen {where}"
-                f"{named(newest(counts, variables))}). The scale was not lowered "
-                f"for them. {_REMEDY}",
-                stacklevel=2,
-            )
+        warnings.warn(
+            f"{broken} of {total} skipped steps were broken whatever the loss scale: "
+            "the loss itself was not finite, or gradients at a scale that goes no "
+            f"lower. Seen {where}. The scale was not lowered for them. {_REMEDY}",
+            stacklevel=2,
+        )
 
 
 _REMEDY = (

@@ -31,6 +31,7 @@ class LossScaling:
     Attributes:
         scale, finite_steps, skipped_steps, consecutive_skips, broken_steps: variables,
             as in `LossScaleState`.
+        variables: these five, in its order.
         nonfinite_counts: a variable, see `nonfinite.py`; None before `build`.
         before_skip: on torch, the values of the state before the first skipped update
             of a train step, which sets it to None when it begins.
@@ -54,28 +55,23 @@ class LossScaling:
         start = rule.initial_state()
         self.finite_steps = add_variable(start.finite_steps, "step_counter")
         self.scale = add_variable(start.scale, "dynamic_scale")
-        self.skipped_steps = add_variable(start.skipped_steps, "skipped_steps")
-        self.consecutive_skips = add_variable(
-            start.consecutive_skips, "consecutive_skips"
+        self.skipped_steps, self.consecutive_skips, self.broken_steps = (
+            add_variable(getattr(start, name), name)
+            for name in ("skipped_steps", "consecutive_skips", "broken_steps")
         )
-        self.broken_steps = add_variable(start.broken_steps, "broken_steps")
-        self.nonfinite_counts: Any = None
-
-    def build(self, number: int) -> None:
-        """Creates the counts for so many variables."""
-        counts = np.zeros((ROWS, number), "int32")
-        self.nonfinite_counts = self._add_variable(counts, "nonfinite_counts")
-
-    @property
-    def variables(self) -> tuple[keras.Variable, ...]:
-        """The variables of a `LossScaleState`, in its order."""
-        return (
+        self.variables = LossScaleState(
             self.scale,
             self.finite_steps,
             self.skipped_steps,
             self.consecutive_skips,
             self.broken_steps,
         )
+        self.nonfinite_counts: Any = None
+
+    def build(self, number: int) -> None:
+        """Creates the counts for so many variables."""
+        counts = np.zeros((ROWS, number), "int32")
+        self.nonfinite_counts = self._add_variable(counts, "nonfinite_counts")
 
     def decide(
         self, codes: Any, places: Sequence[int], applied: Any, eager: bool
@@ -92,23 +88,23 @@ class LossScaling:
         Returns:
             A bool scalar, and pairs of a variable and its value.
         """
-        counts = self.nonfinite_counts
         state = LossScaleState(*(v.value for v in self.variables))
-        if eager and engine.all_finite(codes[:-1]):  # Then there is nothing to count.
-            _, after, _ = _decision(self.rule, state, True, codes[-1:], None, None)
-            return True, list(zip(self.variables, after, strict=True))
+        finite = engine.all_finite(codes[:-1])
+        if eager:
+            finite = bool(finite)
+        if finite is True:  # There is nothing to count.
+            after = _after_step(self.rule, state, finite, codes[-1:])
+            return finite, list(zip(self.variables, after, strict=True))
+        counts = self.nonfinite_counts
         number = counts.shape[1]
         if places != list(range(number)):  # Some of the variables, or another order.
             columns = ops.one_hot(places, number, dtype="int8")
             known = ops.max(codes[: len(places), np.newaxis] * columns, axis=0)
             codes = ops.concatenate([known, codes[len(places) :]])
-        finite = False if eager else None
-        finite, after, values = _decision(
+        values = _after_counted_step(
             self.rule, state, finite, codes, counts.value, applied
         )
-        return finite, list(
-            zip((*self.variables, counts), (*after, values), strict=True)
-        )
+        return finite, list(zip((*self.variables, counts), values, strict=True))
 
     def note_skip(self) -> None:
         """Keeps the values of the state before the first skipped update of a step."""
@@ -130,24 +126,23 @@ class LossScaling:
         )
 
 
-def _decision(
+def _after_step(
+    rule: LossScaleRule, state: LossScaleState, finite: Any, codes: Any
+) -> LossScaleState:
+    return rule.next(state, finite, ops.equal(codes[-1], FINITE))
+
+
+def _after_counted_step(
     rule: LossScaleRule,
     state: LossScaleState,
     finite: Any,
     codes: Any,
     counts: Any,
     applied: Any,
-) -> tuple[Any, LossScaleState, Any]:
-    """Whether a step is finite, and the state and counts after it.
-
-    `finite` and `counts` may be None: not known yet, and not asked for.
-    """
-    if finite is None:
-        finite = engine.all_finite(codes[:-1])
-    if counts is not None:
-        counts = counted(counts, codes, applied, state.skipped_steps)
-    after = rule.next(state, finite, ops.equal(codes[-1], FINITE))
-    return finite, after, counts
+) -> tuple[Any, ...]:
+    counts = counted(counts, codes, applied, state.skipped_steps)
+    return *rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
 
 
-_decision = engine.compiled(_decision, static=(0,))
+_after_step = engine.compiled(_after_step, static=(0,))
+_after_counted_step = engine.compiled(_after_counted_step, static=(0,))

@@ -17,7 +17,6 @@ def is_tracing() -> bool:
 
 
 def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
-    """See `Engine.compiled`."""
     jitted = jax.jit(function, static_argnums=static)
 
     @functools.wraps(function)

@@ -9,32 +9,22 @@ from keras_mp.backends.devices import Device, parse_capability
 
 
 def list_devices() -> list[Device]:
-    """The devices of all processes."""
-    # Of all processes, not only of this one: every process of a distributed
-    # run has to come to the same policy.
-    return [
-        Device(
-            kind=(kind := _kind(device)),
-            name=str(device.device_kind),
-            compute_capability=(
-                parse_capability(device.compute_capability) if kind == "cuda" else None
-            ),
-        )
-        for device in jax.devices()
-    ]
+    """The devices of all processes, which have to come to the same policy."""
+    return [_device(device) for device in jax.devices()]
 
 
-def _kind(device: Any) -> str:
-    platform = str(device.platform).lower()
+def _device(device: Any) -> Device:
+    name, platform = str(device.device_kind), str(device.platform).lower()
     if platform not in ("gpu", "cuda"):
-        return platform
+        return Device(platform, name)
     # JAX calls an AMD GPU "gpu" too. What tells them apart is the client's
     # version text and the capability, "gfx942" there and "9.0" on NVIDIA's.
     version = str(getattr(device.client, "platform_version", "")).lower()
     capability = getattr(device, "compute_capability", None)
     if "rocm" in version or str(capability).startswith("gfx"):
-        return "rocm"
-    return "gpu" if parse_capability(capability) is None else "cuda"
+        return Device("rocm", name)
+    numbers = parse_capability(capability)
+    return Device("gpu" if numbers is None else "cuda", name, numbers)
 
 
 def measure_memory() -> Callable[[], int | None]:

@@ -10,7 +10,6 @@ import keras
 def differentiate(
     function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
 ) -> tuple[Any, list, list, list]:
-    """See `Engine.differentiate`."""
     try:
         from jax.extend.core import get_opaque_trace_state  # Keras does not import it.
     except ImportError:  # JAX 0.8 and older have it here.

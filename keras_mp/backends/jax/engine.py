@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,14 +10,8 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_mp.backends.engine import Engine
-from keras_mp.backends.jax import (
-    compilation,
-    devices,
-    differentiation,
-    gradients,
-    one_batch,
-)
+from keras_mp.backends.engine import Engine, Update, Wrapper
+from keras_mp.backends.jax import compilation, devices, differentiation, gradients
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.repairs import attention, broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -56,11 +50,9 @@ class JaxEngine(Engine):
     is_tracing = staticmethod(compilation.is_tracing)
     compiled = staticmethod(compilation.compiled)
     unscale = staticmethod(gradients.unscale)
-    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
+    nonfinite_to_nan = staticmethod(compilation.compiled(Engine.nonfinite_to_nan))
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
-    run_by_batch = staticmethod(one_batch.run_by_batch)
-    take_step = staticmethod(one_batch.take_step)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -74,40 +66,30 @@ class JaxEngine(Engine):
                 f"again. Call `{remedy}` instead."
             )
 
-    def update_if(
-        self,
-        finite: Any,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> None:
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
         if not isinstance(finite, jax.core.Tracer):
-            if finite:
-                update(grads)
-            return
+            return super().update_if(finite, update, grads)
 
         def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
             with SelectingScope(finite, before) as scope:
-                update(grads)
+                update.run(grads)
             return scope.state_mapping
 
-        run = without_conditionals(writes) if branches else writes
+        run = without_conditionals(writes) if update.branches else writes
         mapping = private.get_stateless_scope().state_mapping
         mapping.update(run(finite, mapping, grads))
+        return None
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         return args[0][2]
 
-    def undo_skipped(
-        self, model: Any, scaling: Any, step: Callable[..., tuple[Any, Any]]
-    ) -> Callable[..., tuple[Any, Any]]:
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(state: Any, data: Any) -> tuple[Any, Any]:
             logs, after = step(state, data)
             place = {id(v): i for i, v in enumerate(model.optimizer.variables)}
             counter = place[id(scaling.skipped_steps)]
             skipped = after[2][counter] > state[2][counter]
-            own = [place[id(v)] for v in scaling.variables]
+            own = {place[id(v)]: v for v in scaling.variables}
             blameless = scaling.after_broken_step([state[2][i] for i in own])
             broken = skipped & ~loss_is_finite(logs)
             optimizer = list(after[2])
@@ -121,39 +103,59 @@ class JaxEngine(Engine):
                 ]
                 for part in (1, 3)
             )
-            scope = zip(model.metrics_variables, metrics, strict=True)
-            with keras.StatelessScope(list(scope)):
-                results = model.get_metrics_result()
-            logs = logs_of_step(
-                model,
-                logs,
-                results,
-                undone=skipped,
-                measured=any_measured(state[3]),
-                scale=optimizer[place[id(scaling.scale)]],
-                skipped_steps=optimizer[counter],
-                underflow=scaling.underflow.take(),
-            )
+            values = [
+                *zip(model.metrics_variables, metrics, strict=True),
+                *((variable, optimizer[index]) for index, variable in own.items()),
+            ]
+            with keras.StatelessScope(values):
+                measured = any_measured(state[3])
+                logs = logs_of_step(model, logs, scaling, skipped, measured)
             return logs, (after[0], non_trainable, optimizer, metrics)
 
         return undoing
 
-    def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
-        if state is None:
-            return contextlib.nullcontext()
-        return one_batch.attached(model, state)
+    def only(self, batch: Any, iterator: Any) -> Any:
+        return iter([batch])
 
-    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+    def take_step(self, model: Any, batch: Any) -> None:
+        private.build_from_batch(model, batch)
+        model.make_train_function()
+        parts = _parts(model)
+        state = tuple([v.value for v in variables] for variables in parts.values())
+        _, state = model.train_function(state, iter([batch]))
+        private.attach_state(model, dict(zip(parts, state, strict=True)))
+
+    @contextlib.contextmanager
+    def attached(self, model: Any, state: Any) -> Iterator[None]:
+        parts = _parts(model)
+        private.attach_state(model, dict(zip(parts, state, strict=True)))
+        try:
+            yield
+        finally:
+            # As `fit` has left them: it goes on with the state.
+            private.detach_state(model, parts)
+
+    def repairs(self) -> dict[str, Wrapper]:
         return {
             "dot_product_attention": attention.in_float32_if(
                 lambda: jax.devices()[0].platform == "cpu"
             ),
-            **broadcasting.repairs(gradients.is_summed_in_half),
+            **broadcasting.repairs(gradients.are_summed_in_their_dtype),
         }
 
     def other_workers(self, model: Any) -> str:
         processes = jax.process_count()
         return f"{processes} processes" if processes > 1 else ""
+
+
+def _parts(model: Any) -> dict[str, list[Any]]:
+    """The variables whose values `fit` passes round, in its order."""
+    return {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": model.optimizer.variables,
+        "metrics_variables": model.metrics_variables,
+    }
 
 
 engine = JaxEngine()

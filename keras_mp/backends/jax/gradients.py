@@ -1,5 +1,6 @@
 """Gradients on JAX: unscaled, and checked for what is not finite."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_mp.backends import reductions
 from keras_mp.backends.engine import FINITE, NAN
 from keras_mp.backends.jax.compilation import compiled
-from keras_mp.backends.split_reductions import split_axis
 
-# Gradients up to this many elements are checked together, so that the number of
-# kernels does not grow with the number of variables.
-GROUPED_ELEMENTS = 64 * 1024
 GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
 # Fewer than this of one shape are checked one by one, unless they are as small as this.
 FEW, SMALL_ELEMENTS = 8, 1024
@@ -23,47 +21,27 @@ FEW, SMALL_ELEMENTS = 8, 1024
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """See `Engine.unscale`."""
-    return _map_present(_unscale, grads, inverse_scale)
+    return _unscale(list(grads), inverse_scale)
 
 
 @compiled
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
-    wide = [lax.convert_element_type(g, _wide_dtype(g)) for g in grads]
     # Once for each shape: XLA reads every line.
-    alike = dict.fromkeys((g.shape, g.dtype) for g in wide)
-    inverse = {(s, d): lax.broadcast(inverse_scale.astype(d), s) for s, d in alike}
-    return [lax.mul(g, inverse[g.shape, g.dtype]) for g in wide]
+    inverse = functools.cache(
+        lambda shape, dtype: lax.broadcast(inverse_scale.astype(dtype), shape)
+    )
 
+    def multiply(grad: Any) -> Any:
+        dtype = jnp.promote_types(grad.dtype, jnp.float32)
+        wide = lax.convert_element_type(grad, dtype)
+        return lax.mul(wide, inverse(wide.shape, wide.dtype))
 
-def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """See `Engine.nonfinite_to_nan`."""
-    return _map_present(_nonfinite_to_nan, grads)
-
-
-@compiled
-def _nonfinite_to_nan(grads: list[Any]) -> list[Any]:
-    return [jnp.where(jnp.isfinite(g), g, jnp.nan) for g in grads]
-
-
-def _map_present(
-    function: Callable[..., list[Any]], grads: Sequence[Any], *args: Any
-) -> list[Any]:
-    """Applies a function of a list to those gradients that are not None."""
-    results = iter(function([g for g in grads if g is not None], *args))
-    return [None if g is None else next(results) for g in grads]
-
-
-def _wide_dtype(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return [None if g is None else multiply(g) for g in grads]
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:
-    """See `Engine.nonfinite`.
-
-    Outside a trace a NumPy array: there Python decides whether to write.
-    """
     codes = _nonfinite(list(grads))
+    # Outside of a trace Python decides whether to write.
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
@@ -72,7 +50,7 @@ def _nonfinite(grads: list[Any]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
         if grad is not None:
-            small = grad.size <= GROUPED_ELEMENTS
+            small = grad.size <= reductions.GROUPED_ELEMENTS
             kind = grad.shape, grad.dtype, jax.typeof(grad).sharding
             key = kind if small else index
             alike.setdefault(key, []).append(index)
@@ -145,8 +123,6 @@ def _word(grads: list[Any]) -> Any:
 
 
 def _bits(x: Any, all_but_sign: Any) -> Any:
-    # The bits of |x| order as integers do: infinity above all numbers, nan above it.
-    # An integer maximum, unlike one of floats, cannot lose a nan.
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
     x = lax.convert_element_type(x, np.float32)
@@ -160,21 +136,19 @@ def _code(bits: Any) -> Any:
 
 def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
     """The largest code, int8; the axes before the `first` stay."""
-    if split := split_axis(x.shape, first):
+    if split := reductions.split_axis(x.shape, first):
         shape, axis = split
         x = lax.reduce(lax.reshape(x, shape), np.int32(0), lax.max, (axis,))
     codes = lax.convert_element_type(code(x), np.int8)
     return lax.reduce(codes, np.int8(0), lax.max, tuple(range(first, codes.ndim)))
 
 
-# The bits of the largest number, and as far above as NAN is above FINITE.
-_BELOW = np.int32(0x7F7FFFFF)
-_ABOVE = np.int32(_BELOW + NAN)
-_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+_BELOW = np.int32(reductions.LARGEST_NUMBER)
+_ABOVE = np.int32(_BELOW + NAN)  # As far above as NAN is above FINITE.
+_ALL_BUT_SIGN = np.int32(reductions.ALL_BUT_SIGN)
 
 
 def all_finite(codes: Any) -> Any:
-    """See `Engine.all_finite`."""
     if not isinstance(codes, jax.core.Tracer):
         return not codes.any()
     # With its opposite, each made of the other, which XLA leaves whole. One alone it
@@ -191,13 +165,8 @@ def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))
 
 
-def is_summed_in_half(x1: Any, x2: Any) -> bool:
-    """Does JAX sum the gradient of a broadcast operand in half precision?"""
-    return (
-        # Outside of a trace nothing is differentiated.
-        (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
-        and isinstance(x1, jax.Array)
-        and isinstance(x2, jax.Array)
-        and x1.dtype == x2.dtype
-        and x1.dtype.name in ("float16", "bfloat16")
-    )
+def are_summed_in_their_dtype(*operands: Any) -> bool:
+    """Does JAX sum the gradients of broadcast operands in their own dtype?"""
+    # Outside of a trace nothing is differentiated.
+    tracers = [isinstance(x, jax.core.Tracer) for x in operands]
+    return any(tracers) and all(isinstance(x, jax.Array) for x in operands)

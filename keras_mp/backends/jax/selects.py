@@ -4,7 +4,7 @@ Keras accumulates gradients on JAX with `lax.cond`, whose branches choose betwee
 that are there already. On a GPU each of them waits for the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,46 +22,41 @@ def without_conditionals(function: Callable[..., Any]) -> Callable[..., Any]:
     The result computes the same, bit for bit. Conditionals whose branches are cheap
     become selects; others stay.
     """
+    from jax.extend.core import jaxpr_as_fun  # Keras does not import it.
 
     def selecting(*args: Any) -> Any:
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        flat = _evaluate(jaxpr, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        equations = [
+            with_select(eqn) if _is_cheap_conditional(eqn) else eqn
+            for eqn in traced.eqns
+        ]
+        jaxpr = traced.jaxpr.replace(eqns=equations)
+        results = jaxpr_as_fun(traced.replace(jaxpr=jaxpr))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def with_select(eqn: Any) -> Any:
+        no, yes = map(jaxpr_as_fun, eqn.params["branches"])
+
+        @jax.jit
+        def select(index: Any, *operands: Any) -> list[Any]:
+            cases = zip(no(*operands), yes(*operands), strict=True)
+            return [lax.select_n(index != 0, *case) for case in cases]
+
+        (call,) = jax.make_jaxpr(select)(*(atom.aval for atom in eqn.invars)).eqns
+        return eqn.replace(primitive=call.primitive, params=call.params)
 
     return selecting
 
 
-def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else values[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
-        if len(branches) == 2 and all(map(_cheap, branches)):
-            index, *operands = inputs
-            no, yes = (_evaluate(branch, operands) for branch in branches)
-            outputs = [
-                lax.select_n(index != 0, *cases) for cases in zip(no, yes, strict=True)
-            ]
-        else:
-            bound = eqn.primitive.get_bind_params(eqn.params)
-            # Older versions of JAX give the functions apart.
-            functions, params = bound if isinstance(bound, tuple) else ((), bound)
-            outputs = eqn.primitive.bind(*functions, *inputs, **params)
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _is_cheap_conditional(eqn: Any) -> bool:
+    branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
+    return len(branches) == 2 and all(map(_is_cheap, branches))
 
 
-def _cheap(branch: Any) -> bool:
+def _is_cheap(branch: Any) -> bool:
     return not branch.effects and all(
-        _cheap(eqn.params["jaxpr"])
+        _is_cheap(eqn.params["jaxpr"])
         if eqn.primitive.name == "jit"
         else eqn.primitive.name in CHEAP
-        for eqn in branch.jaxpr.eqns
+        for eqn in branch.eqns
     )

@@ -8,8 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.backends.engine import Wrapper
 
-def _in_float16_only(repair: Callable) -> Callable[[Callable], Callable]:
+
+def _in_float16_only(repair: Callable) -> Wrapper:
     """A wrapper of `dot_product_attention` that repairs its calls in float16."""
 
     def wrap(original: Callable) -> Callable:
@@ -25,49 +27,38 @@ def _in_float16_only(repair: Callable) -> Callable[[Callable], Callable]:
     return wrap
 
 
-def scaled_first() -> Callable[[Callable], Callable]:
+@_in_float16_only
+def scaled_first(
+    original: Callable, query: Any, key: Any, value: Any, scale: Any = None, **rest: Any
+) -> Any:
     """Scales the queries before their product with the keys, not the product.
 
     TensorFlow multiplies queries and keys in float16, and scales the logits when they
     have passed 65504. Here the scale is split: a power of two, which rounds nothing,
     goes to the queries.
     """
-
-    def repair(
-        original: Callable,
-        query: Any,
-        key: Any,
-        value: Any,
-        scale: Any = None,
-        **options: Any,
-    ) -> Any:
-        if scale is None:
-            scale = 1 / math.sqrt(key.shape[-1])
-        if ops.is_tensor(scale) or isinstance(
-            scale, keras.Variable
-        ):  # It may be learned.
-            wide = ops.multiply(ops.cast(query, "float32"), ops.cast(scale, "float32"))
-            return original(ops.cast(wide, "float16"), key, value, scale=1.0, **options)
-        # The rest of the scale is 1 or more: no product is above its logit.
-        mantissa, exponent = math.frexp(scale)
-        query = ops.multiply(query, ops.cast(2.0 ** (exponent - 1), query.dtype))
-        return original(query, key, value, scale=2 * mantissa, **options)
-
-    return _in_float16_only(repair)
+    if scale is None:
+        scale = 1 / math.sqrt(key.shape[-1])
+    if ops.is_tensor(scale) or isinstance(scale, keras.Variable):  # It may be learned.
+        wide = ops.multiply(ops.cast(query, "float32"), ops.cast(scale, "float32"))
+        return original(ops.cast(wide, "float16"), key, value, scale=1.0, **rest)
+    # The rest of the scale is 1 or more: no product is above its logit.
+    mantissa, exponent = math.frexp(scale)
+    query = ops.multiply(query, ops.cast(2.0 ** (exponent - 1), query.dtype))
+    return original(query, key, value, scale=2 * mantissa, **rest)
 
 
-def in_float32_if(on_cpus: Callable[[], bool]) -> Callable[[Callable], Callable]:
+def in_float32_if(on_cpus: Callable[[], bool]) -> Wrapper:
     """Computes in float32 and returns float16 where `on_cpus()`.
 
     JAX has no float16 kernel for CPUs.
     """
 
-    def repair(
-        original: Callable, query: Any, key: Any, value: Any, **options: Any
-    ) -> Any:
+    @_in_float16_only
+    def repair(original: Callable, *tensors: Any, **options: Any) -> Any:
         if not on_cpus():
-            return original(query, key, value, **options)
-        tensors = (ops.cast(tensor, "float32") for tensor in (query, key, value))
-        return ops.cast(original(*tensors, **options), "float16")
+            return original(*tensors, **options)
+        wide = (ops.cast(tensor, "float32") for tensor in tensors)
+        return ops.cast(original(*wide, **options), "float16")
 
-    return _in_float16_only(repair)
+    return repair

@@ -9,10 +9,8 @@ from keras_mp.backends.devices import Device, parse_capability
 
 
 def list_devices() -> list[Device]:
-    """The physical devices but the host of TPU cores."""
-    # Physical devices and their details: unlike logical devices they are known
-    # without initializing the runtime, after which memory growth and virtual
-    # devices could no longer be configured.
+    # Physical devices are known without initializing the runtime, after which memory
+    # growth and virtual devices could no longer be configured.
     return [
         _device(physical)
         for physical in tf.config.list_physical_devices()

@@ -9,7 +9,6 @@ import tensorflow as tf
 def differentiate(
     function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
 ) -> tuple[Any, list, list, list]:
-    """See `Engine.differentiate`."""
     seen: list[Any] = []
 
     def see(x: Any) -> tuple[Any, bool]:

@@ -5,20 +5,15 @@ Where XLA compiles, selects: a conditional there copies what goes through it.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from keras_mp.backends.engine import Engine
+from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
-from keras_mp.backends.tensorflow import (
-    devices,
-    differentiation,
-    gradients,
-    one_batch,
-    replicas,
-)
+from keras_mp.backends.tensorflow import devices, differentiation, gradients, replicas
 from keras_mp.backends.tensorflow import private as tensorflow_private
 from keras_mp.backends.tensorflow.writes import written_where
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -33,7 +28,6 @@ class TensorFlowEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
-    run_by_batch = staticmethod(one_batch.run_by_batch)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -55,47 +49,39 @@ class TensorFlowEngine(Engine):
         with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
             yield
 
-    def update_if(
-        self,
-        finite: tf.Tensor,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> None:
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
-            if finite:
-                update(grads)
-            return
+            return super().update_if(finite, update, grads)
         # A sparse gradient writes some rows of a table: a select would read them all.
         sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
         selects = gradients.compiled_by_xla() and not (
             sparse or tf.distribute.has_strategy()
         )
-        known = written() if selects else None
+        known = update.written() if selects else None
         if known is not None:
             with written_where(finite, known):
-                update(grads)
-            return
+                update.run(grads)
+            return None
         if tensorflow_private.supports_no_merge_call():
-            tf.cond(finite, lambda: update(grads), lambda: None)
-            return
+            tf.cond(finite, lambda: update.run(grads), lambda: None)
+            return None
 
         def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
             # All replicas agree, so the first one's flag is everyone's. The branch
-            # stands in the cross-replica context: `update` itself calls merge_call.
+            # stands in the cross-replica context: the update itself calls merge_call.
             tf.cond(
                 strategy.experimental_local_results(finite)[0],
-                lambda: strategy.extended.call_for_each_replica(update, args=(grads,)),
+                lambda: strategy.extended.call_for_each_replica(
+                    update.run, args=(grads,)
+                ),
                 lambda: None,
             )
 
         context = tf.distribute.get_replica_context()
         context.merge_call(across_replicas, args=(finite, grads))
+        return None
 
-    def undo_skipped(
-        self, model: Any, scaling: Any, step: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(data: Any) -> Any:
             changing = model.non_trainable_variables + model.metrics_variables
             variables = {id(v): v.value for v in changing}
@@ -103,42 +89,24 @@ class TensorFlowEngine(Engine):
             measured = any_measured([v.value for v in model.metrics_variables])
             own = [v.value for v in scaling.variables]
             blameless = scaling.after_broken_step([tf.identity(v) for v in own])
-            skips = scaling.skipped_steps.value
-            count = tf.identity(skips)
+            skips = tf.identity(scaling.skipped_steps.value)
             logs = step(data)
-            skipped = skips > count
+            skipped = scaling.skipped_steps.value > skips
             # The loss of a replica's own share of the batch.
             broken = skipped & replicas.on_any_replica(~loss_is_finite(logs))
             for variable, value in zip(own, blameless, strict=True):
                 variable.assign(tf.where(broken, value, variable))
-            self.update_if(
-                skipped,
-                functools.partial(_put_back, variables.values()),
-                before,
-                written=lambda: changing,
-            )
-            # Keras on TensorFlow creates the variables of metrics in the first step.
-            new = [
-                m
-                for m in model.metrics
-                if any(id(v) not in variables for v in m.variables)
-            ]
+            put_back = functools.partial(_put_back, variables.values())
+            self.update_if(skipped, Update(put_back, lambda: changing), before)
 
-            def reset() -> None:
-                for metric in new:
-                    metric.reset_state()
+            def reset_new() -> None:
+                # Keras on TensorFlow creates metrics' variables in the first step.
+                for metric in model.metrics:
+                    if any(id(v) not in variables for v in metric.variables):
+                        metric.reset_state()
 
-            tf.cond(skipped, reset, lambda: None)
-            return logs_of_step(
-                model,
-                logs,
-                model.get_metrics_result(),
-                undone=skipped,
-                measured=measured,
-                scale=tf.identity(scaling.scale.value),
-                skipped_steps=tf.identity(scaling.skipped_steps.value),
-                underflow=scaling.underflow.take(),
-            )
+            tf.cond(skipped, reset_new, lambda: None)
+            return logs_of_step(model, logs, scaling, skipped, measured)
 
         return undoing
 
@@ -151,17 +119,32 @@ class TensorFlowEngine(Engine):
             # A model that cannot be built so, of a `train_step` of the user's: let it.
             pass
 
+    def contents(self, batch: Any) -> Any:
+        def value(x: Any) -> Any:
+            # How Keras passes a None through tf.data.
+            return None if isinstance(x, tf.experimental.Optional) else x
+
+        return keras.tree.map_structure(value, batch)
+
+    def only(self, batch: Any, iterator: Any) -> Any:
+        if not isinstance(iterator, tf.data.Iterator):
+            return iter([batch])  # Of `train_on_batch`, not of `fit`.
+        # An iterator of the same specification, or the function is traced anew, for
+        # the shape of this batch.
+        variant = tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(batch))
+        return iter(tf.data.experimental.from_variant(variant, iterator.element_spec))
+
     def other_workers(self, model: Any) -> str:
         strategy = model.distribute_strategy
         if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
             return f"a model under {type(strategy).__name__}"
         return ""
 
-    def repairs(self) -> dict[str, Callable[[Callable], Callable]]:
+    def repairs(self) -> dict[str, Wrapper]:
         return {
-            "dot_product_attention": attention.scaled_first(),
+            "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
-            **broadcasting.repairs(gradients.is_summed_in_half),
+            **broadcasting.repairs(gradients.are_summed_in_their_dtype),
         }
 
 

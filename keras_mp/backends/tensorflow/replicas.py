@@ -9,7 +9,6 @@ from keras_mp.backends.engine import INFINITE, NAN
 
 
 def check_strategy(variables: Sequence[Any], built: bool) -> None:
-    """See `Engine.check_strategy`."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(

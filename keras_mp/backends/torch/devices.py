@@ -10,36 +10,32 @@ from keras_mp.backends.devices import Device, parse_capability
 
 
 def list_devices() -> list[Device]:
-    """The CPU and the GPUs, of whatever make."""
     # A CUDA build of torch on a machine with a broken driver warns and says
     # that there is no GPU. That is a failure, not an answer.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = torch.cuda.is_available()
+        found = cuda.is_available()
     troubles = [w for w in caught if issubclass(w.category, UserWarning)]
     if troubles and not found:
         raise RuntimeError(str(troubles[0].message))
 
     cpu = Device("cpu", "cpu")
     if found:
-        gpus = [
-            # ROCm answers in the name of CUDA, with capabilities of AMD's own
-            # counting: (9, 4) there is not a Hopper GPU.
-            Device("rocm", torch.cuda.get_device_name(index))
-            if torch.version.hip
-            else Device(
-                "cuda",
-                torch.cuda.get_device_name(index),
-                parse_capability(torch.cuda.get_device_capability(index)),
-            )
-            for index in range(torch.cuda.device_count())
-        ]
-        return [cpu, *gpus]
+        return [cpu, *map(_gpu, range(cuda.device_count()))]
     if torch.backends.mps.is_available():
         return [cpu, Device("metal", "Apple GPU (MPS)")]
     if torch.xpu.is_available():
         return [cpu, Device("xpu", torch.xpu.get_device_name(0))]
     return [cpu]
+
+
+def _gpu(index: int) -> Device:
+    name = cuda.get_device_name(index)
+    # ROCm answers in the name of CUDA, with capabilities of AMD's own counting: (9, 4)
+    # there is not a Hopper GPU.
+    if torch.version.hip:
+        return Device("rocm", name)
+    return Device("cuda", name, parse_capability(cuda.get_device_capability(index)))
 
 
 def measure_memory() -> Callable[[], int | None]:

@@ -11,7 +11,6 @@ from keras_mp.backends.torch.private import is_inside_vmap
 def differentiate(
     function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
 ) -> tuple[Any, list, list, list]:
-    """See `Engine.differentiate`."""
     seen: list[Any] = []
 
     def see(x: Any) -> tuple[Any, bool]:

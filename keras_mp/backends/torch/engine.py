@@ -1,14 +1,14 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
 
-from keras_mp.backends.engine import Engine
+from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.torch import devices, differentiation, gradients
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
@@ -20,7 +20,6 @@ class TorchEngine(Engine):
     """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
 
     unscale = staticmethod(gradients.unscale)
-    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     differentiate = staticmethod(differentiation.differentiate)
@@ -32,25 +31,8 @@ class TorchEngine(Engine):
         """Is torch.compile tracing us?"""
         return torch.compiler.is_compiling()
 
-    def update_if(
-        self,
-        finite: torch.Tensor,
-        update: Callable[[list[Any]], None],
-        grads: list[Any],
-        written: Callable[[], Sequence[Any] | None],
-        branches: bool = False,
-    ) -> bool:
-        if finite:
-            update(grads)
-            return True
-        return False
-
     def make_train_function(
-        self,
-        model: Any,
-        original: Callable,
-        force: bool,
-        wrap: Callable[[Callable], Callable],
+        self, model: Any, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         # Here Keras looks `train_step` up at each call: wrap what it made.
         before = model.train_function
@@ -58,9 +40,7 @@ class TorchEngine(Engine):
         if model.train_function is not before:
             model.train_function = wrap(model.train_function)
 
-    def undo_skipped(
-        self, model: Any, scaling: Any, step: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         # Frozen weights, which may be nearly all there are, are copied only if the step
         # assigns to them: what torch itself writes into one is not put back.
         def undoing(data: Any) -> Any:
@@ -74,18 +54,9 @@ class TorchEngine(Engine):
             skipped = scaling.before_skip is not None
             if skipped:
                 undo(logs, before.values())
-            return logs_of_step(
-                model,
-                logs,
-                model.get_metrics_result() if skipped else {},
-                undone=skipped,
-                measured=any_measured([v.value for v in model.metrics_variables])
-                if skipped
-                else False,
-                scale=scaling.scale.value.clone(),
-                skipped_steps=scaling.skipped_steps.value.clone(),
-                underflow=scaling.underflow.take(),
-            )
+            metrics = [v.value for v in model.metrics_variables]
+            measured = skipped and any_measured(metrics)
+            return logs_of_step(model, logs, scaling, skipped, measured)
 
         def undo(logs: Any, before: Iterable[tuple[Any, torch.Tensor]]) -> None:
             # All processes have skipped: all are here, and agree about their losses.
@@ -98,20 +69,6 @@ class TorchEngine(Engine):
                 variable.assign(value)
 
         return undoing
-
-    def run_by_batch(
-        self,
-        train_function: Callable,
-        args: Any,
-        count: int,
-        before: Callable,
-        after: Callable,
-    ) -> Any:
-        ((batch,),) = args  # Keras on torch takes one batch in a call.
-        before(batch, None)
-        logs = train_function([batch])
-        after(None)
-        return logs
 
     def other_workers(self, model: Any) -> str:
         if not (distributed.is_available() and distributed.is_initialized()):

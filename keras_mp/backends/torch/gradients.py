@@ -12,23 +12,17 @@ from keras_mp.backends.engine import INFINITE, NAN
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """See `Engine.unscale`.
-
-    The `.grad` of one of `variables` is multiplied in place, as by torch's GradScaler:
-    a copy of all gradients costs more than the product.
-    """
+    # In place as by torch's GradScaler: a copy of all gradients costs more than the
+    # product.
     wide: list[Any] = [
         None if g is None else g.to(torch.promote_types(g.dtype, torch.float32))
         for g in grads
     ]
     own = _own_memory(wide, variables) if variables is not None else set()
-    products = [
-        None if g is None else g if i in own else g * inverse_scale
+    return [
+        None if g is None else (g.mul_ if i in own else g.mul)(inverse_scale)
         for i, g in enumerate(wide)
     ]
-    for index in own:
-        wide[index].mul_(inverse_scale)
-    return products
 
 
 def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
@@ -45,16 +39,7 @@ def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
     }
 
 
-def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
-    """See `Engine.nonfinite_to_nan`."""
-    return [
-        None if g is None else torch.where(torch.isfinite(g), g, torch.nan)
-        for g in grads
-    ]
-
-
 def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
-    """See `Engine.nonfinite`; the codes are those of all processes."""
     present = [g for g in grads if g is not None]
     codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
     present = [g for g in present if g.is_floating_point()]  # A loss may be a number.
@@ -76,5 +61,4 @@ def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(codes: torch.Tensor) -> torch.Tensor:
-    """See `Engine.all_finite`."""
     return ~codes.any()
