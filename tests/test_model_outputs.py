@@ -90,6 +90,19 @@ def test_a_call_that_fails_leaves_the_next_one_outermost(half):
     assert dtype_of(model(X)["y"]) == "float32"
 
 
+def test_a_functional_model_with_a_call_of_its_own_returns_float32(half):
+    class Features(keras.Model):
+        def __init__(self):
+            inputs = keras.Input((2,))
+            super().__init__(inputs, layers.Dense(3)(inputs))
+
+        def call(self, x):
+            y = super().call(x)
+            return {"y": y, "twice": y * 2}
+
+    assert {dtype_of(x) for x in Features()(X).values()} == {"float32"}
+
+
 def test_symbolic_calls_stay_as_they_are(half):
     model = functional()
     assert model(keras.Input((2,))).dtype == half

@@ -40,19 +40,24 @@ def in_float32(model: Any, outputs: Any) -> Any:
     flat = keras.tree.flatten(outputs)
     if not any(map(_is_half, flat)):
         return outputs
-    if is_graph(model):
-        graph = (
-            private.graph_of(model) if isinstance(model, keras.Sequential) else model
-        )
-        ends = map(producers, graph.outputs) if graph else [_leaves(model.layers[-1])]
-        chosen = [any(map(_users_choice, layers)) for layers in ends]
-    else:
+    chosen = [any(map(_users_choice, layers)) for layers in _makers(model)]
+    if len(chosen) != len(flat):  # It has no graph, or a `call` of its own.
         chosen = [_users_choice(model)] * len(flat)
     cast = [
         private.cast_output(x) if _is_half(x) and not half else x
         for x, half in zip(flat, chosen, strict=True)
     ]
     return keras.tree.pack_sequence_as(outputs, cast)
+
+
+def _makers(model: Any) -> list[Iterator[Any]]:
+    """The layers that make each output of a model with a graph."""
+    if not is_graph(model):
+        return []
+    graph = private.graph_of(model) if isinstance(model, keras.Sequential) else model
+    if graph is None:
+        return [_leaves(model.layers[-1])]
+    return [producers(tensor) for tensor in graph.outputs]
 
 
 def _is_half(x: Any) -> bool:

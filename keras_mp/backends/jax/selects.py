@@ -56,7 +56,7 @@ def _is_cheap_conditional(eqn: Any) -> bool:
 def _is_cheap(branch: Any) -> bool:
     return not branch.effects and all(
         _is_cheap(eqn.params["jaxpr"])
-        if eqn.primitive.name == "jit"
+        if eqn.primitive.name in ("jit", "pjit")  # Older versions of JAX say pjit.
         else eqn.primitive.name in CHEAP
         for eqn in branch.eqns
     )
