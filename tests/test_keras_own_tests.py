@@ -1,4 +1,7 @@
-"""Keras' own tests of its LossScaleOptimizer pass with our class in its place."""
+"""Keras' own tests of its LossScaleOptimizer pass with our class in its place.
+
+So do those of optimizers with sparse gradients, which have a case of it.
+"""
 
 import os
 import pathlib
@@ -6,21 +9,24 @@ import subprocess
 import sys
 
 import keras
+import pytest
 
 PLUGIN = """
+import keras.src.optimizers as optimizers
 import keras.src.optimizers.loss_scale_optimizer as module
 import keras_mp
 
+optimizers.LossScaleOptimizer = keras_mp.LossScaleOptimizer
 module.LossScaleOptimizer = keras_mp.LossScaleOptimizer
 """
+SPARSE = keras.src.backend.SUPPORTS_SPARSE_TENSORS
+FILES = ["loss_scale_optimizer_test.py", *["optimizer_sparse_test.py"] * SPARSE]
 
 
-def test_keras_own_loss_scale_optimizer_tests_pass_whole(tmp_path):
+@pytest.mark.parametrize("name", FILES)
+def test_keras_own_tests_of_loss_scaling_pass_whole(name, tmp_path):
     (tmp_path / "swap_in_keras_mp.py").write_text(PLUGIN)
-    tests = (
-        pathlib.Path(keras.src.optimizers.__file__).parent
-        / "loss_scale_optimizer_test.py"
-    )
+    tests = pathlib.Path(keras.src.optimizers.__file__).parent / name
     path = os.pathsep.join(
         [str(tmp_path), str(pathlib.Path(__file__).parents[1]),
          os.environ.get("PYTHONPATH", "")]

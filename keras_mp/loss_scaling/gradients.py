@@ -23,12 +23,18 @@ def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
             f"Received: grads of length {len(grads)}."
         )
     for grad, variable in zip(grads, variables, strict=True):
-        if grad is not None and not _same_shape(grad.shape, variable.shape):
+        if grad is not None and not _same_shape(_shape(grad), variable.shape):
             raise ValueError(
                 "Each gradient must have the shape of its variable. Received: a "
-                f"gradient of shape {tuple(grad.shape)} for variable "
+                f"gradient of shape {tuple(_shape(grad))} for variable "
                 f"{path_of(variable)} of shape {tuple(variable.shape)}."
             )
+
+
+def _shape(grad: Any) -> Any:
+    # TensorFlow's sparse gradients may be given theirs as a tuple, and cannot read it.
+    given = getattr(grad, "dense_shape", None)
+    return given if isinstance(given, tuple) else grad.shape
 
 
 def _same_shape(grad: Any, variable: Any) -> bool:

@@ -50,7 +50,7 @@ class JaxEngine(Engine):
     is_tracing = staticmethod(compilation.is_tracing)
     compiled = staticmethod(compilation.compiled)
     unscale = staticmethod(gradients.unscale)
-    nonfinite_to_nan = staticmethod(compilation.compiled(Engine.nonfinite_to_nan))
+    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     differentiate = staticmethod(differentiation.differentiate)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.sparse import BCOO
 
 from keras_mp.backends import reductions
-from keras_mp.backends.engine import FINITE, NAN
+from keras_mp.backends.engine import FINITE, NAN, Engine
 from keras_mp.backends.jax.compilation import compiled
 
 GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
@@ -21,7 +22,29 @@ FEW, SMALL_ELEMENTS = 8, 1024
 def unscale(
     grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    return _unscale(list(grads), inverse_scale)
+    return _with_values(grads, _unscale(_values(grads), inverse_scale))
+
+
+def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+    return _with_values(grads, _nonfinite_to_nan(_values(grads)))
+
+
+_nonfinite_to_nan = compiled(Engine.nonfinite_to_nan)
+
+
+def _values(grads: Sequence[Any]) -> list[Any]:
+    """The gradients; of sparse ones what they hold."""
+    return [g.data if isinstance(g, BCOO) else g for g in grads]
+
+
+def _with_values(grads: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The gradients with other values; sparse stays sparse."""
+    return [
+        BCOO((value, grad.indices), shape=grad.shape)
+        if isinstance(grad, BCOO)
+        else value
+        for grad, value in zip(grads, values, strict=True)
+    ]
 
 
 @compiled
@@ -40,7 +63,7 @@ def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
 
 
 def nonfinite(grads: Sequence[Any]) -> Any:
-    codes = _nonfinite(list(grads))
+    codes = _nonfinite(_values(grads))
     # Outside of a trace Python decides whether to write.
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
