@@ -140,7 +140,7 @@ class JaxEngine(Engine):
             "dot_product_attention": attention.in_float32_if(
                 lambda: jax.devices()[0].platform == "cpu"
             ),
-            **broadcasting.repairs(gradients.are_summed_in_their_dtype),
+            **broadcasting.repairs(gradients.is_summed_in_half),
         }
 
     def other_workers(self, model: Any) -> str:

@@ -188,8 +188,13 @@ def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))
 
 
-def are_summed_in_their_dtype(*operands: Any) -> bool:
-    """Does JAX sum the gradients of broadcast operands in their own dtype?"""
-    # Outside of a trace nothing is differentiated.
-    tracers = [isinstance(x, jax.core.Tracer) for x in operands]
-    return any(tracers) and all(isinstance(x, jax.Array) for x in operands)
+def is_summed_in_half(x1: Any, x2: Any) -> bool:
+    """Does JAX sum the gradient of a broadcast operand in half precision?"""
+    return (
+        # Outside of a trace nothing is differentiated.
+        (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
+        and isinstance(x1, jax.Array)
+        and isinstance(x2, jax.Array)
+        and x1.dtype == x2.dtype
+        and x1.dtype.name in ("float16", "bfloat16")
+    )

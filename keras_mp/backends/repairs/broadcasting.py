@@ -14,10 +14,8 @@ from keras import ops
 
 from keras_mp.backends.engine import Wrapper
 
-HALF = ("float16", "bfloat16")
 
-
-def repairs(sums_in_their_dtype: Callable[[Any, Any], bool]) -> dict[str, Wrapper]:
+def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]:
     """Wrappers of `add`, `subtract` and `multiply` whose gradients do not stall.
 
     They broadcast half-precision operands in float32 and cast them back, which changes
@@ -25,9 +23,8 @@ def repairs(sums_in_their_dtype: Callable[[Any, Any], bool]) -> dict[str, Wrappe
     costs nothing.
 
     Args:
-        sums_in_their_dtype: whether the backend would sum the gradient of an operation
-            on these two in the dtype of a half-precision operand; False for anything
-            but two of its tensors.
+        is_summed_in_half: whether the backend would sum the gradient of an operation on
+            these two in half precision.
     """
 
     def wrap(original: Callable) -> Callable:
@@ -38,11 +35,7 @@ def repairs(sums_in_their_dtype: Callable[[Any, Any], bool]) -> dict[str, Wrappe
                 x1 = x1.value
             if isinstance(x2, keras.Variable):
                 x2 = x2.value
-            if (
-                sums_in_their_dtype(x1, x2)
-                and x1.dtype == x2.dtype
-                and x1.dtype.name in HALF
-            ):
+            if is_summed_in_half(x1, x2):
                 x1, x2 = _broadcast(x1, x2), _broadcast(x2, x1)
             return original(x1, x2)
 

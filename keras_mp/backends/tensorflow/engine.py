@@ -144,7 +144,7 @@ class TensorFlowEngine(Engine):
         return {
             "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
-            **broadcasting.repairs(gradients.are_summed_in_their_dtype),
+            **broadcasting.repairs(gradients.is_summed_in_half),
         }
 
 

@@ -118,8 +118,13 @@ def all_finite(codes: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.cast(codes, tf.float32))) == 0
 
 
-def are_summed_in_their_dtype(*operands: Any) -> bool:
-    """Does TensorFlow sum the gradients of broadcast operands in their own dtype?"""
-    return all(
-        isinstance(x, tf.Tensor) and x.shape.rank is not None for x in operands
-    ) and not tf.config.list_physical_devices("GPU")
+def is_summed_in_half(x1: Any, x2: Any) -> bool:
+    """Does TensorFlow sum the gradient of a broadcast operand in half precision?"""
+    return (
+        isinstance(x1, tf.Tensor)
+        and isinstance(x2, tf.Tensor)
+        and x1.dtype == x2.dtype
+        and x1.dtype.name in ("float16", "bfloat16")
+        and None not in (x1.shape.rank, x2.shape.rank)
+        and not tf.config.list_physical_devices("GPU")
+    )
