@@ -75,3 +75,22 @@ def run(operation, *arguments):
     import jax
 
     return jax.jit(operation)(*arguments)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only graphs have unknown sizes")
+@pytest.mark.parametrize("rows", [(5, 1), (1, 5), (5, 5), (1, 1)])
+@pytest.mark.parametrize("operation", ["add", "subtract", "multiply"])
+def test_sizes_that_a_graph_does_not_know_may_differ(operation, rows):
+    import tensorflow as tf
+
+    shapes = [(None, 1), (None, 3)]
+
+    @tf.function(input_signature=[tf.TensorSpec(s, tf.float16) for s in shapes])
+    def traced(x1, x2):
+        return getattr(ops, operation)(x1, x2)
+
+    pair = [
+        np.full((n, s[1]), n + 1, "float16") for n, s in zip(rows, shapes, strict=True)
+    ]
+    expected = getattr(np, operation)(*pair)
+    assert np.array_equal(traced(*pair).numpy(), expected)

@@ -51,5 +51,11 @@ def _broadcast(x: Any, other: Any) -> Any:
         return x
     if tuple(x.shape) == tuple(other.shape):
         return x
-    wide = ops.broadcast_to(ops.cast(x, "float32"), ops.shape(other))
+    # A size that is not known may be 1 in `other`, and keeps that of `x`.
+    added = len(other.shape) - len(x.shape)
+    own, shape = ops.shape(x), list(ops.shape(other))
+    for axis, size in enumerate(x.shape):
+        if size != 1:
+            shape[added + axis] = own[axis]
+    wide = ops.broadcast_to(ops.cast(x, "float32"), shape)
     return ops.cast(wide, x.dtype)
