@@ -145,3 +145,15 @@ def test_a_variable_that_the_optimizer_does_not_know_is_named():
     with pytest.raises(ValueError, match="Unknown variable.*path=b"):
         optimizer.apply([keras.ops.ones(2)], [unknown])
     assert int(optimizer.iterations) == int(optimizer.step_counter) == 0
+
+
+@pytest.mark.parametrize("name", ["init_scale", "learning_rate"])
+def test_an_argument_that_no_wrapper_has_is_refused_with_those_it_has(name):
+    with pytest.raises(ValueError, match=f"`{name}`.*initial_scale.*backoff_factor"):
+        keras_mp.LossScaleOptimizer("sgd", **{name: 0.1})
+
+
+def test_compare_refuses_a_model_in_place_of_a_function():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match="Give one that returns a new compiled"):
+        keras_mp.compare(model, None, None)

@@ -1,5 +1,6 @@
 """What may stand inside a wrapper: one Keras optimizer, in one wrapper only."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_mp.keras_seams import private
+from keras_mp.loss_scaling.rule import LossScaleRule
 
 # Arguments of every Keras optimizer, which files of older Keras versions store for the
 # wrapper too, at these values.
@@ -134,7 +136,10 @@ def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
             )
     unknown = {k: value for k, value in kwargs.items() if k not in _INNER_ARGUMENTS}
     if unknown:
+        own = [field.name for field in dataclasses.fields(LossScaleRule)]
         raise ValueError(
             "LossScaleOptimizer does not support arguments: "
-            f"`{'`, `'.join(unknown)}`. Received: {unknown}."
+            f"`{'`, `'.join(unknown)}`. Received: {unknown}. It takes "
+            f"{', '.join(own)}, max_consecutive_skips and name; what the inner "
+            "optimizer takes is set there."
         )

@@ -94,8 +94,11 @@ def compare(
     print(keras_mp.compare(build, (x, y), (x_test, y_test), epochs=5))
     ```
     """
-    if not callable(build):
-        raise TypeError(f"`build` must be a function. Received: build={build!r}.")
+    if not callable(build) or isinstance(build, keras.layers.Layer):
+        raise TypeError(
+            f"`build` must be a function. Received: build={build!r}. Give one that "
+            "returns a new compiled model at each call."
+        )
     chosen, which = _labelled(policies), _checked_seeds(seeds)
     check_whole_number("epochs", epochs)
     check_whole_number("batch_size", batch_size)
