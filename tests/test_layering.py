@@ -231,3 +231,14 @@ def test_of_the_command_line_keras_mp_imports_only_missing(module):
         assert imported.split(".")[0] != "keras_mp_cli" or imported.startswith(
             "keras_mp_cli.missing."
         ), f"{path.relative_to(REPOSITORY)}:{line} imports {imported}."
+
+
+@pytest.mark.parametrize("folder", ["loss_scaling", "backends", "keras_seams"])
+def test_what_a_step_runs_has_no_walrus(folder):
+    """TensorFlow's AutoGraph, which reads it in a `tf.function`, warns of one."""
+    for path in (PACKAGE / folder).rglob("*.py"):
+        if "jax" in path.parts:
+            continue
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.NamedExpr):
+                pytest.fail(f"{path.name}:{function.lineno} has a walrus (:=).")

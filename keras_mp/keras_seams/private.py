@@ -118,7 +118,8 @@ def is_in_a_call() -> bool:
 def cast_output(x: Any) -> Any:
     """A tensor in float32, with what Keras attaches: the mask, a softmax's logits."""
     cast = ops.cast(x, "float32")
-    if (mask := get_keras_mask(x)) is not None:
+    mask = get_keras_mask(x)
+    if mask is not None:
         set_keras_mask(cast, mask)
     if hasattr(x, "_keras_logits"):
         cast._keras_logits = x._keras_logits

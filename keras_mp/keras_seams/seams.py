@@ -246,7 +246,8 @@ def _compile(original: Callable) -> Callable:
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             private.compile_config(self)["auto_scale_loss"] = False
-        if changed := outputs.keep_outputs_in_float32(self):
+        changed = outputs.keep_outputs_in_float32(self)
+        if changed:
             symbolic.refresh(self, changed)
         scale_optimizers(self)
         warn_of_unreached(self)

@@ -67,9 +67,10 @@ def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 
     Keras' optimizers cast them so, and a finite gradient may overflow there.
     """
+    dtypes = [_half_dtype(v) for v in variables]
     return [
-        ops.cast(g, dtype) if g is not None and (dtype := _half_dtype(v)) else g
-        for g, v in zip(grads, variables, strict=True)
+        ops.cast(g, dtype) if dtype and g is not None else g
+        for g, dtype in zip(grads, dtypes, strict=True)
     ]
 
 
