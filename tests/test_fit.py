@@ -162,7 +162,8 @@ def test_the_train_step_of_the_guide_follows_float32_and_says_so_once(float32, h
         model, losses = trained("mixed_float16", model_class=guide_model(), **how)
     ours = [str(w.message) for w in caught if "scale_loss" in str(w.message)]
     assert len(ours) == 1, ours
-    assert "This `train_step` never calls `scale_loss` of optimizer 'sgd" in ours[0]
+    name = model.optimizer.inner_optimizer.name
+    assert f"never calls `scale_loss` of optimizer {name!r}" in ours[0]
     assert_follows((model, losses), float32)
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
@@ -251,7 +252,9 @@ def trained_gan(policy, factor=1.0, **arguments):
         gan = Gan(**arguments)
         gan.factor = factor
         before = gan.get_weights()
-        gan.compile(*(keras.optimizers.SGD(0.1 / factor) for _ in range(2)))
+        gan.compile(
+            *(keras.optimizers.SGD(0.1 / factor, name=f"{x}_sgd") for x in "dg")
+        )
         gan.fit(np.ones((4, 2), "float32"), batch_size=2, epochs=2, verbose=0)
     return gan, [a - b for a, b in zip(gan.get_weights(), before, strict=True)]
 
@@ -265,9 +268,9 @@ not_on_jax = pytest.mark.skipif(
 def test_a_gan_of_the_guides_names_each_optimizer_that_scales_nothing():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gan, moved = trained_gan("mixed_float16")
+        _, moved = trained_gan("mixed_float16")
     ours = [str(w.message) for w in caught if "scale_loss" in str(w.message)]
-    names = [o.inner_optimizer.name for o in (gan.d_optimizer, gan.g_optimizer)]
+    names = ["d_sgd", "g_sgd"]
     assert [name for name in names for text in ours if repr(name) in text] == names
     assert len(ours) == 2
     for ours, theirs in zip(moved, trained_gan("float32")[1], strict=True):
@@ -290,8 +293,8 @@ def test_the_summary_lists_the_optimizers_that_were_applied():
     from keras_mp.loss_scaling import summary
 
     summary.start()
-    gan, _ = trained_gan("mixed_float16", scales=True)
-    names = [o.inner_optimizer.name for o in (gan.d_optimizer, gan.g_optimizer)]
+    trained_gan("mixed_float16", scales=True)
+    names = ["d_sgd", "g_sgd"]
     assert summary.lines() == [
         f"{name}: loss scale 32768, 4 steps, 0 skipped" for name in names
     ]
