@@ -42,8 +42,8 @@ from keras_mp.loss_scaling.models import (
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import inputs, outputs, saving, symbolic
-from keras_mp.policies.choosing import choose_by_class, choose_policy, first_call
+from keras_mp.policies import inputs, mixed_dtypes, outputs, saving, symbolic
+from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.reach import warn_of_unreached
 
@@ -166,8 +166,9 @@ def _layer_call(original: Callable) -> Callable:
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
         if first:
-            with first_call(self), _in_a_call():
-                result = original(self, *args, **kwargs)
+            call = functools.partial(original, self, *args, **kwargs)
+            with _in_a_call():
+                result = mixed_dtypes.first_result(self, call)
             self._keras_mp_chosen = self.dtype_policy
         else:
             result = original(self, *args, **kwargs)

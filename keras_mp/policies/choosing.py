@@ -34,6 +34,7 @@ from keras_mp.policies.policy import (
     MixedPolicy,
     chooser_of,
 )
+from keras_mp.policies.rule import Rule
 from keras_mp.policies.rules import OUTPUT, STORED
 
 # Before the path of a layer in a file's map: it is in float32 with all its parts.
@@ -123,6 +124,19 @@ def keep_output_in_float32(layer: Any) -> bool:
         return False
     _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT))
     return True
+
+
+def keep_in_float32(layer: Any, rule: Rule) -> list[tuple[Any, Any, Any]]:
+    """Turns a layer and what it holds to float32; returns what stood there before."""
+    before = [(x, x.dtype_policy, decision_for(x)) for x in private.layers_in(layer)]
+    _carry_out(layer, Decision(FLOAT32, rule))
+    return before
+
+
+def restore_decisions(before: list[tuple[Any, Any, Any]]) -> None:
+    """Takes `keep_in_float32` back."""
+    for layer, policy, decision in before:
+        layer.dtype_policy, layer._keras_mp_decision = policy, decision
 
 
 def _carry_out(layer: Any, decision: Decision) -> None:

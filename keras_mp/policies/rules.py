@@ -84,6 +84,12 @@ STORED = Rule(
     "it was in float32 when its model was saved",
     "keras_mp/policies/saving.py",
 )
+MIXES_DTYPES = Rule(
+    "mixes dtypes",
+    lambda layer: False,  # Decided when its first call has failed.
+    "its call in half precision fails for its dtypes",
+    "keras_mp/policies/mixed_dtypes.py",
+)
 RULES = RuleTable(
     (
         SOFTMAX,

@@ -1,0 +1,94 @@
+"""Layers that mix dtypes in their `call`: their first call keeps them in float32.
+
+Half-precision inputs beside float32 numbers of the layer's own, such as random draws, a
+mask or a constant, stop TensorFlow, which does not promote. And some operations take no
+float16 on any backend, such as a Fourier transform.
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_mp.policies.choosing import (
+    decision_for,
+    first_call,
+    keep_in_float32,
+    restore_decisions,
+)
+from keras_mp.policies.layers import layer_path, policy_of
+from keras_mp.policies.policy import HALF
+from keras_mp.policies.rules import MIXES_DTYPES
+
+_OF_DTYPES = re.compile(r"dtype|float16|\bhalf\b", re.IGNORECASE)
+# Keras adds the arguments of the call, with their dtypes, to every message.
+_ADDED_BY_KERAS = "Arguments received by"
+
+
+def first_result(layer: Any, call: Callable[[], Any]) -> Any:
+    """What a layer's first call returns.
+
+    A layer of the user's for which a policy of ours chose half precision, and whose
+    call fails for its dtypes, is called again in float32 and stays there. If that
+    fails as well the layer has its policy back. A model and a layer with state are not
+    called twice: their error gets a note with the remedy.
+    """
+    try:
+        with first_call(layer):
+            return call()
+    except Exception as error:
+        if not _may_be_kept(layer) or not _is_of_dtypes(error):
+            raise
+        if isinstance(layer, keras.Model) or _has_state(layer):
+            error.add_note(_note(layer))
+            raise
+        before = keep_in_float32(layer, MIXES_DTYPES)
+        try:
+            with first_call(layer):
+                result = call()
+        except Exception:
+            restore_decisions(before)
+            raise error from None
+    warnings.warn(
+        f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
+        f"from here on. Declare it with `@keras_mp.keep_float32` on the class "
+        f"{type(layer).__name__}, or cast in its `call`: `ops.cast(y, x.dtype)`.",
+        stacklevel=3,
+    )
+    return result
+
+
+def _may_be_kept(layer: Any) -> bool:
+    decision = decision_for(layer)
+    return (
+        decision is not None
+        and decision.rule is None
+        and policy_of(layer).compute_dtype in HALF
+        and not _is_keras_own(layer)
+    )
+
+
+def _is_keras_own(layer: Any) -> bool:
+    module = type(layer).__module__.split(".")[0]
+    return module == "keras" and not isinstance(layer, keras.layers.Lambda)
+
+
+def _is_of_dtypes(error: Exception) -> bool:
+    if getattr(error, "__notes__", None):
+        return False  # A layer inside has told the remedy.
+    return bool(_OF_DTYPES.search(str(error).split(_ADDED_BY_KERAS)[0]))
+
+
+def _has_state(layer: Any) -> bool:
+    """May the call have changed something? Seeds are no matter: another draw is one."""
+    return bool(layer.non_trainable_weights or layer.losses or layer.metrics)
+
+
+def _note(layer: Any) -> str:
+    return (
+        f"{layer_path(layer)} computes in {policy_of(layer).compute_dtype}. If its "
+        "`call` mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or keep it in "
+        f"float32 with `@keras_mp.keep_float32` on the class {type(layer).__name__}."
+    )

@@ -1,0 +1,176 @@
+"""Layers of the user's that mix dtypes are kept in float32 at their first call."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from products import products_of
+
+import keras_mp
+
+BACKEND = keras.backend.backend()
+# Keras multiplies float16 in float32 on torch's CPUs.
+HALF = "bfloat16" if BACKEND == "torch" else "float16"
+X = np.linspace(-1, 1, 32, dtype="float32").reshape(8, 4)
+Y = X[:, :2]
+promotes = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="JAX and torch promote float16 with float32"
+)
+
+
+@pytest.fixture(autouse=True)
+def half():
+    with keras_mp.policy_scope(f"mixed_{HALF}"):
+        yield
+
+
+class Sampling(layers.Layer):
+    """As in Keras' guide of the variational autoencoder."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(1337)
+
+    def call(self, inputs):
+        mean, log_var = inputs
+        noise = keras.random.normal(
+            ops.shape(mean), dtype="float32", seed=self.seed_generator
+        )
+        return mean + ops.exp(0.5 * log_var) * noise
+
+
+class Masked(layers.Layer):
+    def call(self, x):
+        return x * ops.cast(x > 0, "float32")
+
+
+class Spectrum(layers.Layer):
+    """The mixing of FNet."""
+
+    def call(self, x):
+        real, _ = ops.fft2((x, ops.zeros_like(x)))
+        return real
+
+
+class Counting(Masked):
+    """Has a state that a second call would move on again."""
+
+    def build(self, shape):
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1)
+        return super().call(x)
+
+
+class Wrong(layers.Layer):
+    def call(self, x):
+        raise ValueError("dtype or not, this layer is wrong")
+
+
+def autoencoder():
+    inputs = keras.Input((4,))
+    x = layers.Dense(8, activation="relu")(inputs)
+    z = Sampling(name="sampling")([layers.Dense(2)(x), layers.Dense(2)(x)])
+    return keras.Model(inputs, layers.Dense(2)(layers.Dense(8)(z)))
+
+
+def messages(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if "mixes dtypes" in str(w.message)]
+
+
+@promotes
+def test_the_sampling_of_keras_guide_trains_and_all_products_stay_half():
+    made = []
+    (message,) = messages(lambda: made.append(autoencoder()))
+    assert message.startswith("sampling mixes dtypes in half precision")
+    assert "@keras_mp.keep_float32" in message
+    (model,) = made
+    model.compile("adam", "mse")
+    before = [np.array(w) for w in model.trainable_weights]
+    assert not messages(lambda: model.fit(X, Y, epochs=2, verbose=0))
+    moved = [
+        (np.array(w) != b).any()
+        for w, b in zip(model.trainable_weights, before, strict=True)
+    ]
+    assert all(moved)
+    assert model.get_layer("sampling").compute_dtype == "float32"
+    # Five Dense layers: the last one is the output and float32.
+    products = products_of(model, X, Y)
+    assert products["float16"] >= 11 and products["float32"] == 3
+    (row,) = [r for r in keras_mp.inspect(model).layers if r.path == "sampling"]
+    assert "mixes dtypes" in str(row)
+
+
+@promotes
+def test_a_mask_in_float32_is_no_reason_to_stop():
+    layer = Masked()
+    (message,) = messages(lambda: layer(X))
+    assert message.startswith(f"{layer.path} mixes dtypes")
+    np.testing.assert_array_equal(layer(X), np.maximum(X, 0))
+    assert not messages(lambda: layer(X))
+
+
+def test_a_fourier_transform_of_half_tensors_is_made_in_float32():
+    layer = Spectrum()
+    x = np.stack([X, X[::-1]])
+    messages(lambda: layer(x))
+    assert layer.compute_dtype == "float32"
+    np.testing.assert_allclose(layer(x), np.fft.fft2(x).real, atol=1e-5)
+
+
+@promotes
+def test_a_layer_inside_another_is_kept_and_the_other_is_not():
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.mask = layers.Dense(3), Masked()
+
+        def call(self, x):
+            return self.mask(self.dense(x))
+
+    block = Block()
+    assert len(messages(lambda: block(X))) == 1
+    assert block.mask.compute_dtype == "float32"
+    assert block.dense.compute_dtype == block.compute_dtype == "float16"
+
+
+@promotes
+def test_a_layer_with_state_is_not_called_twice_and_its_error_has_the_remedy():
+    layer = Counting()
+    with pytest.raises(Exception, match="half") as caught:
+        layer(X)
+    assert "ops.cast(y, x.dtype)" in caught.value.__notes__[0]
+    assert layer.compute_dtype == "float16"
+    assert float(layer.count) == 1
+
+
+def test_a_layer_that_fails_in_float32_too_raises_its_first_error_and_stays_half():
+    layer = Wrong()
+    with pytest.raises(ValueError, match="this layer is wrong") as caught:
+        layer(X)
+    assert not getattr(caught.value, "__notes__", None)
+    assert layer.compute_dtype == HALF
+
+
+@promotes
+def test_without_a_policy_of_ours_nothing_is_caught():
+    layer = Masked(dtype=keras.DTypePolicy("mixed_float16"))
+    with pytest.raises(Exception, match="half"):
+        layer(X)
+
+
+@promotes
+def test_a_reopened_model_has_the_layer_in_float32(tmp_path):
+    made = []
+    messages(lambda: made.append(autoencoder()))
+    made[0].save(tmp_path / "model.keras")
+    reopened = keras.saving.load_model(
+        tmp_path / "model.keras", custom_objects={"Sampling": Sampling}
+    )
+    assert reopened.get_layer("sampling").dtype_policy.name == "float32"
