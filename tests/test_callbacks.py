@@ -1,6 +1,8 @@
 """What LossScaleMonitor tells, where, and what it costs: no wait, no other numbers."""
 
+import copy
 import csv
+import pickle
 import threading
 import warnings
 
@@ -226,3 +228,18 @@ def test_quiet_steps_that_are_no_number_are_refused(steps):
 def test_an_underflow_that_is_no_bool_is_refused():
     with pytest.raises(TypeError, match="`underflow` must be a bool. Received: under"):
         keras_mp.callbacks.LossScaleMonitor(underflow=1)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_monitor_can_be_copied_and_pickled(again):
+    monitor = again(keras_mp.callbacks.LossScaleMonitor(quiet_steps=7))
+    assert monitor.quiet_steps == 7
+    with keras_mp.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        hidden = keras.Sequential([keras.Input((2,)), layers.Dense(2), model])
+    hidden.compile("sgd", "mse")
+    x = np.ones((4, 2), "float32")
+    history = hidden.fit(x, x[:, :1], verbose=0, callbacks=[monitor])
+    assert len(history.history["loss_scale"]) == 1

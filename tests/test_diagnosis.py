@@ -276,6 +276,19 @@ def test_an_error_in_the_middle_leaves_it_so_too():
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.parametrize("ask", [keras_mp.diagnose, keras_mp.find_float32_layers])
+def test_one_batch_is_given_in_parts_or_as_one(ask):
+    quiet = {} if ask is keras_mp.diagnose else {"verbose": 0}
+    in_parts = ask(small(), X, Y, **quiet).to_dict()
+    assert ask(small(), (X, Y), **quiet).to_dict() == in_parts
+    assert ask(small(), [(X, Y)].__iter__(), **quiet).to_dict() == in_parts
+    weights = np.ones(len(X), "float32")
+    in_parts = ask(small(), X, Y, weights, **quiet).to_dict()
+    assert ask(small(), (X, Y, weights), **quiet).to_dict() == in_parts
+    with pytest.raises(ValueError, match="`y` must hold the targets .* y=None"):
+        ask(small(), X, **quiet)
+
+
 def test_a_model_that_was_never_called_is_diagnosed():
     with keras_mp.policy_scope("mixed_float16"):
         model = keras.Sequential([layers.Dense(4), layers.Dense(8)])

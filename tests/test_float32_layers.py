@@ -328,9 +328,9 @@ def test_a_tolerance_below_1_is_refused(tolerance):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("data.csv", "`data` must be .x, y., .* Received: data='data.csv'"),
-        (3, "Received: data=3"),
-        ((X[:0], Y[:0]), "`data` must hold at least one example. Received: arrays of"),
+        ("data.csv", "`x` must be .x, y., .* Received: x='data.csv'"),
+        (3, "Received: x=3"),
+        ((X[:0], Y[:0]), "`x` must hold at least one example. Received: arrays of"),
         (iter([]), "at least one example. Received: no batch"),
     ],
 )

@@ -40,6 +40,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     # On JAX Keras calls `on_train_batch_end` from several threads, beside the training.
     async_safe = True
+    _lock = threading.Lock()  # Of all monitors: a lock cannot be pickled or copied.
 
     def __init__(self, quiet_steps: int = 100, underflow: bool = False) -> None:
         super().__init__()
@@ -48,7 +49,6 @@ class LossScaleMonitor(keras.callbacks.Callback):
             raise TypeError(f"`underflow` must be a bool. Received: {underflow=}.")
         self.quiet_steps = quiet_steps
         self.underflow = underflow
-        self._lock = threading.Lock()
         self._scale, self._skipped, self._batch = 0.0, 0, -1
         self._falls = self._quiet = 0
         self._to_print = self._warned = False

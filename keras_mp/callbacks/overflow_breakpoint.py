@@ -31,7 +31,8 @@ class OverflowBreakpoint(keras.callbacks.Callback):
     Args:
         folder: where to save. Created if it is missing; an earlier breakpoint in it is
             replaced.
-        skips: which skipped step in a row to save.
+        skips: which skipped step in a row to save: 3 is the third of three that follow
+            each other. A step that is applied begins the count anew.
 
     Raises:
         TypeError: if `folder` is no path.

@@ -43,7 +43,7 @@ class TrainingData:
                 f"`{self._name}` must be (x, y) or (x, y, sample_weight). "
                 f"Received: a tuple of {len(data)}."
             )
-        check_examples(self._name, data)
+        _check_examples(self._name, data)
         arrays = zip(("x", "y", "sample_weight"), data, strict=False)
         return {**dict(arrays), "batch_size": self._batch_size}
 
@@ -82,24 +82,35 @@ class TrainingData:
         return (data,) if not isinstance(data, tuple) and _is_array(data) else data
 
 
-def one_batch(name: str, given: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and sample weights of one batch.
+def one_batch(
+    model: Any, x: Any, y: Any = None, sample_weight: Any = None
+) -> tuple[Any, Any, Any]:
+    """Inputs, targets and sample weights of one batch for a compiled model.
 
-    `given` is the batch, `(x, y)`, `(x, y, sample_weight)` or x alone; or a dataset,
+    They are given one by one or as one: (x, y), (x, y, sample_weight), or a dataset,
     whose first batch is taken. Raises a TypeError for anything else, and a ValueError
-    if there is no example.
+    if there is no example, or no target for the model's loss.
     """
-    _check_kind(name, given, "a dataset")
-    batch = given
-    if isinstance(given, keras.utils.PyDataset):
-        batch = given[0]
-    elif not (isinstance(given, (tuple, list)) or _is_array(given)):
-        batch = next(iter(given), None)
-    check_examples(name, batch)
-    return keras.utils.unpack_x_y_sample_weight(batch)
+    as_one = isinstance(x, list) or not _is_array(x)
+    if y is None and sample_weight is None and as_one:
+        _check_kind("x", x, "arrays of inputs, or a dataset")
+        batch = x
+        if isinstance(x, keras.utils.PyDataset):
+            batch = x[0]
+        elif not isinstance(x, (tuple, list)):
+            batch = next(iter(x), None)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    _check_examples("x", x)
+    own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    if y is None and getattr(model, "loss", None) is not None and not own_loss:
+        raise ValueError(
+            "`y` must hold the targets of the batch: `model` is compiled with a loss. "
+            f"Received: y=None, and a model with loss={model.loss!r}."
+        )
+    return x, y, sample_weight
 
 
-def check_examples(name: str, batch: Any) -> None:
+def _check_examples(name: str, batch: Any) -> None:
     """Raises a ValueError if a batch has no example."""
     shapes = [tuple(x.shape) for x in keras.tree.flatten(batch) if hasattr(x, "shape")]
     if batch is None or any(shape[:1] == (0,) for shape in shapes):

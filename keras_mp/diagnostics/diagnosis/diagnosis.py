@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.diagnostics.data import check_examples
+from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.probe import Output, Probe, probe
 from keras_mp.diagnostics.diagnosis.ranges import range_of
 from keras_mp.diagnostics.diagnosis.report import Report
@@ -41,7 +41,8 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         model: a compiled `keras.Model`. Its `compute_loss` is what is differentiated; a
             `train_step` of the model's own is not called.
         x, y, sample_weight: one batch, as `fit` takes them: arrays, or structures of
-            them.
+            them. `x` alone may be (x, y), (x, y, sample_weight), or a dataset, whose
+            first batch is taken.
 
     Returns:
         A `Report`: prints, shows in a notebook, `.to_html(path)`, `.to_dict()`,
@@ -49,7 +50,8 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
 
     Raises:
         TypeError: if `model` is no `keras.Model`.
-        ValueError: if it is not compiled, or `x` has no example.
+        ValueError: if it is not compiled, if `x` has no example, or if there is no `y`
+            for the loss.
 
     Example:
 
@@ -58,10 +60,9 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     ```
     """
     check_compiled(model)
-    batch = (x, y, sample_weight)
-    check_examples("x", x)
+    batch = one_batch(model, x, y, sample_weight)
     if not model.built:
-        model(x)
+        model(batch[0])
     scale = loss_scale_of(model)
     choose = half_policies(model)
     with temporary_policies(model, in_float32):

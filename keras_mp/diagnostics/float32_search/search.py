@@ -30,7 +30,13 @@ _SCALES = [2.0**k for k in range(0, 25, 4)]
 
 
 def find_float32_layers(
-    model: Any, data: Any, *, tolerance: float = 4.0, verbose: int = 1
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    tolerance: float = 4.0,
+    verbose: int = 1,
 ) -> Float32Layers:
     """Finds the smallest set of layers that have to be in float32 for a right result.
 
@@ -51,8 +57,9 @@ def find_float32_layers(
     Args:
         model: a compiled `keras.Model`. A model in float32 is treated as if its policy
             was `MixedFloat16`.
-        data: one batch: (x, y) or (x, y, sample_weight) of arrays, or structures of
-            them; or a dataset, whose first batch is taken.
+        x, y, sample_weight: one batch, as `fit` takes them: arrays, or structures of
+            them. `x` alone may be (x, y), (x, y, sample_weight), or a dataset, whose
+            first batch is taken.
         tolerance: the allowed error, as a multiple of the error from rounding.
         verbose: 0 for silence, 1 for a progress bar.
 
@@ -61,15 +68,15 @@ def find_float32_layers(
         `.contributions`, `.to_dict()`.
 
     Raises:
-        TypeError: if `model` is no `keras.Model`, or `data` no data.
+        TypeError: if `model` is no `keras.Model`, or `x` no data.
         ValueError: if the model is not compiled, if its outputs or gradients are not
-            finite in float32, if `data` has no example, if `tolerance` is not at least
-            1, or `verbose` neither 0 nor 1.
+            finite in float32, if `x` has no example, if there is no `y` for the loss,
+            if `tolerance` is not at least 1, or `verbose` neither 0 nor 1.
 
     Example:
 
     ```python
-    found = keras_mp.find_float32_layers(model, (x[:32], y[:32]))
+    found = keras_mp.find_float32_layers(model, x[:32], y[:32])
     keras_mp.convert(model, found.float32_policy)
     ```
     """
@@ -79,7 +86,7 @@ def find_float32_layers(
         )
     check_verbose(verbose)
     check_compiled(model)
-    batch = one_batch("data", data)
+    batch = one_batch(model, x, y, sample_weight)
     if not model.built:
         model(batch[0])
     choose, scales = half_policies(model), _scales(model)
