@@ -499,13 +499,20 @@ def test_the_summary_is_printed_and_counts_the_same_weights():
 # Conversions that cannot be made --------------------------------------------------
 
 
-class OnlyFloat32(layers.Layer):
+class Float32Inputs(layers.Layer):
     """Works in float32 alone, as some custom layers do."""
 
     def call(self, x):
         if dtype_of(x) != "float32":
             raise TypeError("no kernel for " + dtype_of(x))
         return x * 1.0
+
+
+class OnlyFloat32(Float32Inputs):
+    """Has a state: it is not called again in float32 where it fails."""
+
+    def build(self, shape):
+        self.state = self.add_weight(shape=(1,), trainable=False)
 
 
 def snapshot(model):
@@ -561,6 +568,18 @@ def test_a_conversion_that_fails_names_the_layer_and_changes_nothing(before):
         keras_mp.convert(model, "mixed_bfloat16")
     assert snapshot(model) == state
     assert same_bits(want, arrays(model.predict(X, verbose=0)))
+    train(model, X, Y)
+
+
+def test_a_layer_without_state_that_fails_for_its_dtypes_is_kept_in_float32():
+    x = keras.Input((3,))
+    y = Float32Inputs(name="careful")(layers.Dense(4, name="hidden")(x))
+    model = keras.Model(x, layers.Dense(2)(y))
+    model.compile("adam", "mse")
+    with pytest.warns(UserWarning, match="careful mixes dtypes in half precision"):
+        keras_mp.convert(model, "mixed_bfloat16")
+    assert model.get_layer("hidden").compute_dtype == "bfloat16"
+    assert model.get_layer("careful").output.dtype == "float32"
     train(model, X, Y)
 
 
