@@ -165,6 +165,65 @@ def test_a_converted_model_returns_float32_before_and_after():
         assert dtype_of(model(X)["y"]) == "float32"
 
 
+# Outputs with logits --------------------------------------------------------------
+
+
+class Sigmoid(keras.Model):
+    """A subclassed model that ends in a sigmoid, of a layer or in its `call`."""
+
+    def __init__(self, within):
+        super().__init__()
+        self.within = within
+        self.dense = layers.Dense(1, activation=None if within else "sigmoid")
+
+    def call(self, x):
+        x = self.dense(x)
+        return keras.activations.sigmoid(x) if self.within else x
+
+
+class Around(keras.Model):
+    """A subclassed model around a Functional one, which the outermost call is not."""
+
+    def __init__(self):
+        super().__init__()
+        inputs = keras.Input((2,))
+        self.inner = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(inputs))
+
+    def call(self, x):
+        return self.inner(x)
+
+
+SIGMOIDS = {
+    "of a layer": lambda: Sigmoid(within=False),
+    "in call": lambda: Sigmoid(within=True),
+    "of a model within": Around,
+    "sequential": lambda: keras.Sequential([layers.Dense(1, activation="sigmoid")]),
+}
+
+
+@pytest.mark.parametrize("loss", ["binary_crossentropy", "binary_focal_crossentropy"])
+@pytest.mark.parametrize("make", SIGMOIDS.values(), ids=SIGMOIDS)
+def test_models_that_end_in_a_sigmoid_train_as_in_float32(make, loss, half):
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+    y = (x[:, :1] > 0).astype("float32")
+    losses = {}
+    for policy in ("float32", half):
+        keras.utils.set_random_seed(0)
+        keras_mp.set_global_policy(f"mixed_{half}" if policy == half else policy)
+        model = make()
+        model.compile("sgd", loss)
+        fitted = model.fit(x, y, epochs=3, shuffle=False, verbose=0)
+        losses[policy] = fitted.history["loss"]
+    np.testing.assert_allclose(losses[half], losses["float32"], rtol=0.02)
+
+
+@pytest.mark.parametrize("make", SIGMOIDS.values(), ids=SIGMOIDS)
+def test_losses_take_what_a_model_that_was_never_compiled_returns(make, half):
+    predicted = make()(X)
+    assert dtype_of(keras.losses.binary_crossentropy(Y, predicted)) == "float32"
+    assert dtype_of(keras.losses.BinaryCrossentropy()(Y, predicted)) == "float32"
+
+
 # Outputs that are no heads --------------------------------------------------------
 
 

@@ -116,13 +116,17 @@ def is_in_a_call() -> bool:
 
 
 def cast_output(x: Any) -> Any:
-    """A tensor in float32, with what Keras attaches: the mask, a softmax's logits."""
+    """A tensor in float32, with what Keras attaches: its mask, and its logits.
+
+    Logits, of a sigmoid or a softmax, are cast too: on TensorFlow Keras' losses read
+    them in place of the tensor, beside float32 targets.
+    """
     cast = ops.cast(x, "float32")
     mask = get_keras_mask(x)
     if mask is not None:
         set_keras_mask(cast, mask)
     if hasattr(x, "_keras_logits"):
-        cast._keras_logits = x._keras_logits
+        cast._keras_logits = ops.cast(x._keras_logits, "float32")
     return cast
 
 
