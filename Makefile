@@ -31,7 +31,7 @@ GPU_VENV := .venv-gpu
 GPU_GATES := $(GPU_VENV)/with-cuda12
 
 .PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality gpu-gates \
-  sweep sweep-layers sweep-models clean $(TESTS)
+  sweep sweep-layers sweep-models sweep-dtypes sweep-endings clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -50,6 +50,8 @@ help:
 	@echo "make sweep   measure what the tests are too short for, both of these:"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
+	@echo "make sweep-dtypes   write what each layer of some models computes in (minutes)"
+	@echo "make sweep-endings  train every kind of model, last activation and loss"
 	@echo "make clean   remove what the other commands made"
 
 demo: $(DEMO)
@@ -103,6 +105,14 @@ sweep-layers: $(TEST)
 # A few hours; cut off, it goes on where it stopped.
 sweep-models: $(SWEEP_MODELS)
 	$(BIN)/python -m sweeps.models
+
+# Read its difference in git before and after a change to what every model passes through.
+sweep-dtypes: $(SWEEP_MODELS)
+	$(BIN)/python -m sweeps.layer_dtypes
+
+# Ten minutes a backend.
+sweep-endings: $(TEST)
+	$(BIN)/python -m sweeps.endings
 
 # Continuous integration sets CI: there an unformatted file is a failure.
 check: $(CHECK)

@@ -22,7 +22,7 @@ def products_of(model, x, y):
         A Counter: "float16" -> how many products have float16 operands. Operands of
         two dtypes are both named, "float16, float32".
     """
-    x, y = ops.convert_to_tensor(x), ops.convert_to_tensor(y)
+    x, y = keras.tree.map_structure(ops.convert_to_tensor, (x, y))
     pairs = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
     dtypes = pairs(model, (x, y))
     return collections.Counter(", ".join(sorted(set(pair))) for pair in dtypes)

@@ -1,0 +1,85 @@
+"""What each layer of the sweep's models computes in: `make sweep-dtypes`.
+
+A train step of each model is traced on JAX, not run, which takes seconds a model. The
+file that it writes is read as a difference, before and after a change to what every
+model passes through: a layer that has moved to another dtype shows there, and a product
+whose operands have.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).with_name("layer_dtypes.txt")
+# The smallest model of each family: the others have more of the same layers.
+FAMILIES = (
+    "ConvNeXtTiny",
+    "DenseNet121",
+    "EfficientNetB0",
+    "EfficientNetV2B0",
+    "InceptionResNetV2",
+    "InceptionV3",
+    "MobileNet",
+    "MobileNetV2",
+    "MobileNetV3Small",
+    "NASNetMobile",
+    "ResNet50",
+    "ResNet50V2",
+    "VGG16",
+    "Xception",
+)
+HEAD = """\
+What each layer computes in after a train step under mixed_float16, on JAX, and the
+operands of the step's products. Written by `make sweep-dtypes`. Layers of one class
+that are alike share a line, unless they compute in float32.
+"""
+
+
+def main() -> None:
+    os.environ["KERAS_BACKEND"] = "jax"
+    from sweeps.model_cases import cases
+
+    names = {f"applications/{name}" for name in FAMILIES}
+    wanted = [c for c in cases() if c.name in names or c.name.startswith("hub/")]
+    parts = [HEAD]
+    for case in wanted:
+        parts.append("\n".join([case.name, *_lines(case)]) + "\n")
+        print(case.name, flush=True)
+    RESULTS.write_text("\n".join(parts))
+
+
+def _lines(case: Any) -> Iterator[str]:
+    import keras
+
+    import keras_mp
+    from sweeps.model_cases import inputs, training
+    from tests.products import products_of
+
+    keras.utils.clear_session(free_memory=False)
+    keras_mp.set_global_policy("mixed_float16")
+    try:
+        model = case.build(None)
+        x = inputs(model, case.batch)
+        loss, y = training(model, x, case.loss)
+        model.compile("sgd", **loss)
+        model.optimizer.build(model.trainable_variables)
+        products = products_of(model, x, y)
+    finally:
+        keras_mp.set_global_policy("float32")
+    counts: dict[str, int] = {}
+    for layer in keras_mp.inspect(model).layers:
+        if layer.compute_dtype is None:
+            continue
+        name = f"{layer.class_name}: {layer.compute_dtype}"
+        if layer.compute_dtype == "float32":
+            name = f"{name}, {layer.path} ({layer.decided_by})"
+        counts[name] = counts.get(name, 0) + 1
+    for name in sorted(counts):
+        yield f"  {name}" + (f" x {counts[name]}" if counts[name] > 1 else "")
+    for operands in sorted(products):
+        yield f"  products of {operands}: {products[operands]}"
+
+
+if __name__ == "__main__":
+    main()
