@@ -462,3 +462,16 @@ def test_the_logs_of_a_train_step_may_be_anything(log):
     model.compile("sgd", "mse")
     model.fit(POISONED, Y, batch_size=8, shuffle=False, verbose=0)
     assert int(model.optimizer.skipped_steps) == 1
+
+
+def test_an_error_in_a_train_step_is_the_one_that_the_user_sees():
+    keras_mp.set_global_policy("mixed_float16")
+
+    class Wrong(keras.Sequential):
+        def train_step(self, *args):
+            raise ZeroDivisionError("the user's")
+
+    model = Wrong([layers.Dense(2), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ZeroDivisionError, match="the user's"):
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)

@@ -13,6 +13,8 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
+    Optimizer.apply              names an optimizer that float16 layers need scaled
+    LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
 
 and what the backend's `repairs` name:
@@ -35,7 +37,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE, any_measured
 from keras_mp.config import restore_global_policy
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling import stage
+from keras_mp.loss_scaling import stage, unscaled
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
     scale_optimizers,
@@ -85,6 +87,8 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("compile", keras.Model, _compile),
         ("make_train_function", keras.Model, _make_train_function),
         ("get_metrics_result", keras.Model, _get_metrics_result),
+        ("apply", keras.optimizers.Optimizer, _apply),
+        ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
     ]
     # `keras.ops` looks an operation up in one of these.
     backend = private.backend_nn, private.backend_numpy
@@ -170,6 +174,7 @@ def _layer_call(original: Callable) -> Callable:
             with _in_a_call():
                 result = mixed_dtypes.first_result(self, call)
             self._keras_mp_chosen = self.dtype_policy
+            unscaled.note_layer(self)
         else:
             result = original(self, *args, **kwargs)
         return outputs.in_float32(self, result) if outermost else result
@@ -295,11 +300,12 @@ def _train_step(model: Any, original: Callable) -> Callable:
         if scaling is not None:
             scaling.underflow.watch(watched_for_underflow(model))
             step = engine.undo_skipped(model, scaling, original)
-        with stage.train_step():
-            result = step(*args)
-        if not built and not keras_own:
-            # What the step has built is known now, and TensorFlow traces it again.
-            scale_optimizers(model)
+        with unscaled.postponed():
+            with stage.train_step():
+                result = step(*args)
+            if not built and not keras_own:
+                # What the step has built is known now, and TensorFlow traces it again.
+                scale_optimizers(model)
         examined = examined or warn_of_unreached(model)
         return result
 
@@ -328,6 +334,22 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
         and not any_measured(model.metrics_variables)
     )
     return {} if only_skips else results
+
+
+def _apply(original: Callable) -> Callable:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        unscaled.look(self, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return apply
+
+
+def _scaler_init(original: Callable) -> Callable:
+    def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, inner_optimizer, *args, **kwargs)
+        unscaled.leave_alone(self.inner_optimizer)
+
+    return __init__
 
 
 def _watch_skips(model: Any) -> None:

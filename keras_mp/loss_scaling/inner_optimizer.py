@@ -82,14 +82,14 @@ def _of_this_backend(inner: Any) -> Any:
     )
 
 
-def _parts(inner: Any) -> list[Any]:
+def parts_of(inner: Any) -> list[Any]:
     """The optimizer, and those within a `MultiOptimizer`."""
     return [inner, *getattr(inner, "optimizers", ())]
 
 
 def ever_accumulates(inner: Any) -> bool:
     """Whether it accumulates gradients, or one within it does."""
-    return any(part.gradient_accumulation_steps for part in _parts(inner))
+    return any(part.gradient_accumulation_steps for part in parts_of(inner))
 
 
 def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
@@ -97,11 +97,11 @@ def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
 
     Keras' own code writes by `assign` alone.
     """
-    rates = [private.learning_rate(part) for part in _parts(inner)]
+    rates = [private.learning_rate(part) for part in parts_of(inner)]
     constraints = [getattr(v, "constraint", None) for v in variables]
     if all(
         x is None or private.is_keras_own(type(x))
-        for x in (*_parts(inner), *rates, *constraints)
+        for x in (*parts_of(inner), *rates, *constraints)
     ):
         return [*variables, *inner.variables]
     return None
@@ -113,7 +113,7 @@ def start_averages(inner_optimizer: Any) -> None:
     Keras starts them at zero, which becomes the weights if every step of a short `fit`
     is skipped. The first applied step writes over them either way.
     """
-    for part in _parts(inner_optimizer):
+    for part in parts_of(inner_optimizer):
         if not part.use_ema or int(ops.copy(private.applied_steps(part).value)):
             continue
         averages, variables = private.averages(part), private.own_trainable(part)

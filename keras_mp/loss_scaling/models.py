@@ -8,7 +8,7 @@ from keras import ops
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import MONITORED, UNDERFLOW
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling import summary
+from keras_mp.loss_scaling import summary, unscaled
 from keras_mp.loss_scaling.inner_optimizer import wrapper_of
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.layers import is_graph
@@ -60,9 +60,12 @@ def scale_optimizers(model: Any) -> None:
         for name, value in vars(model).items()
         if isinstance(value, keras.optimizers.Optimizer) and value is not own
     }
+    scales = private.compile_config(model).get("auto_scale_loss", True)
     for name, optimizer in {"optimizer": own, **others}.items():
-        if _needs_scaling(model, optimizer):
+        if scales and _needs_scaling(model, optimizer):
             _set_optimizer(model, name, _scaled(model, optimizer))
+        elif not scales and optimizer is not None:
+            unscaled.leave_alone(optimizer)
         summary.note(getattr(model, name))
 
 
@@ -100,7 +103,6 @@ def _needs_scaling(model: Any, optimizer: Any) -> bool:
         isinstance(optimizer, keras.optimizers.Optimizer)
         and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         and optimizer.loss_scale_factor is None
-        and private.compile_config(model).get("auto_scale_loss", True)
         and computes_in_float16(model)
     )
 

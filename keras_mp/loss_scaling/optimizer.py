@@ -487,13 +487,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Ends a `fit`: as Keras does, and looks at the last skips."""
-        failing = sys.exc_info()[0] is not None
+        if sys.exc_info()[0] is not None:
+            # An exception is under way, and on JAX the variables may have no values.
+            super().finalize_variable_values(var_list)
+            return
         steps = private.applied_steps(self.inner_optimizer).value
         # Before the first applied step the averages of `use_ema` average nothing.
-        if failing or int(ops.copy(steps)):
+        if int(ops.copy(steps)):
             super().finalize_variable_values(var_list)
-        if not failing:  # An exception under way comes first.
-            self.raise_if_diverged()
+        self.raise_if_diverged()
 
     # Saving ----------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""Names an optimizer that applies gradients which no loss scale has kept from zero.
+
+In a loop of the user's own nothing wraps a plain Keras optimizer. Where it updates
+weights of layers that compute in float16, gradients below 2**-24 are lost without a
+trace: nothing fails, and nothing learns.
+"""
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras_mp.keras_seams import private
+from keras_mp.loss_scaling.inner_optimizer import parts_of
+from keras_mp.loss_scaling.nonfinite import named
+from keras_mp.policies.layers import layer_path
+
+# The layers that compute in float16, as they did when they were first called.
+_layers: weakref.WeakSet = weakref.WeakSet()
+# Optimizer -> how many layers there were when it was looked at last; None: leave alone.
+_seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_thread = threading.local()
+
+
+def note_layer(layer: Any) -> None:
+    """Notes a layer at its first call under a policy."""
+    if layer.compute_dtype == "float16":
+        _layers.add(layer)
+
+
+def leave_alone(optimizer: Any) -> None:
+    """Says nothing of an optimizer: it is scaled, or the user wants no scale."""
+    for part in parts_of(optimizer):
+        _seen[part] = None
+
+
+def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
+    """Warns once of an optimizer that is about to update weights of float16 layers.
+
+    Args:
+        optimizer: a plain Keras optimizer.
+        variables: what it updates; None for those that it was built with.
+    """
+    if not _layers or _seen.get(optimizer, -1) in (None, len(_layers)):
+        return
+    waiting = getattr(_thread, "waiting", None)
+    if waiting is not None:
+        waiting.append((optimizer, variables))
+        return
+    _seen[optimizer] = len(_layers)
+    if optimizer.loss_scale_factor is not None:
+        return
+    updated = {id(v) for v in variables or private.own_trainable(optimizer)}
+    inside = {id(x): x for layer in _layers for x in private.layers_in(layer)}
+    paths = [
+        layer_path(layer)
+        for layer in inside.values()
+        if layer.compute_dtype == "float16"
+        and any(id(v) in updated for v in private.own_trainable(layer))
+    ]
+    if not paths:
+        return
+    leave_alone(optimizer)
+    warnings.warn(
+        f"Optimizer {optimizer.name!r} updates layers that compute in float16 "
+        f"({named(sorted(paths))}), and no loss was scaled for it: gradients below "
+        "2**-24 are lost. Write `optimizer = keras_mp.LossScaleOptimizer(optimizer)` "
+        "where you create it, and `loss = optimizer.scale_loss(loss)` before you take "
+        "the gradients (`optimizer.stateless_scale_loss(optimizer_variables, loss)` "
+        "in a function that JAX traces). With `loss_scale_factor=1.0` an optimizer is "
+        "left as it is.",
+        stacklevel=3,
+    )
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Looks at the end: a model's first step may show what has to be scaled."""
+    before, _thread.waiting = getattr(_thread, "waiting", None), []
+    try:
+        yield
+    finally:
+        waiting, _thread.waiting = _thread.waiting, before
+    for optimizer, variables in waiting:
+        look(optimizer, variables)
