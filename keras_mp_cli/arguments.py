@@ -108,7 +108,7 @@ def _replay(commands: Any) -> None:
         metavar="SCRIPT",
         help="a script that defines the model's own classes; if only the weights "
         "could be saved, also `build()`, which returns the compiled model. It is not "
-        "run as __main__",
+        "run as __main__, and only until it begins to train or exits",
     )
     command.add_argument("folder", metavar="FOLDER", help="the callback's folder")
 
