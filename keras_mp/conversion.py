@@ -11,6 +11,7 @@ from keras_mp.policies.choosing import choose_policy
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import keep_outputs_in_float32
 from keras_mp.policies.policy import HALF, Policy
+from keras_mp.policies.reach import warn_of_unmatched
 
 # The attributes of a layer that a conversion changes.
 _CHANGED = (
@@ -29,7 +30,8 @@ def convert(model: Any, policy: Any) -> Any:
     Every layer gets what the policy chooses for it, whatever it had before; what is
     quantized or does not compute in floats stays as it is. Weights stay the very same
     variables, in float32. A compiled model trains on: its optimizer keeps its state,
-    loss scaling comes or goes with the layers that compute in float16.
+    loss scaling comes or goes with the layers that compute in float16. A pattern of
+    `float32=` that matches no layer is a warning.
 
     Args:
         model: a `keras.Model`, or any layer.
@@ -92,6 +94,7 @@ def convert(model: Any, policy: Any) -> Any:
             if layer.compiled:
                 rescale_optimizer(layer)
             _forget_traces(layer)
+    warn_of_unmatched(model, policy)
     return model
 
 

@@ -108,7 +108,7 @@ def _replay(commands: Any) -> None:
         metavar="SCRIPT",
         help="a script that defines the model's own classes; if only the weights "
         "could be saved, also `build()`, which returns the compiled model. It is not "
-        "run as __main__",
+        "run as __main__, and only until it begins to train or exits",
     )
     command.add_argument("folder", metavar="FOLDER", help="the callback's folder")
 
@@ -120,8 +120,13 @@ def _run(commands: Any) -> None:
         "run an unmodified Keras training script under a policy",
         "Runs a Keras training script as `python SCRIPT ARGS` would, and sets the "
         "global policy as soon as the script has imported Keras. A policy that the "
-        "script sets itself wins. At the end, prints one line for each optimizer on "
-        "stderr: loss scale, steps, skipped steps.",
+        "script sets itself wins, and so does a backend that it sets in os.environ. At "
+        "the end, prints one line for each optimizer on stderr: loss scale, steps, "
+        "skipped steps.",
+    )
+    # Where argparse writes it, ARGS are "...".
+    command.usage = (
+        "%(prog)s [-h] [--policy POLICY] [--backend BACKEND] SCRIPT [ARGS ...]"
     )
     command.add_argument(
         "--policy",
@@ -129,13 +134,16 @@ def _run(commands: Any) -> None:
         default="auto",
         help="the policy; auto picks the one that suits the hardware",
     )
+    _add_backend(command, "KERAS_BACKEND, else what Keras takes, if it is installed, ")
     command.add_argument("script", metavar="SCRIPT", help="the training script")
-    command.add_argument(
+    args = command.add_argument(
         "args",
         metavar="ARGS",
         nargs=argparse.REMAINDER,
-        help="the script's own arguments: everything after SCRIPT",
+        help="the script's own arguments, if it takes any: everything after SCRIPT, "
+        "options too",
     )
+    args.required = False  # argparse's error calls them so, and takes none.
 
 
 def _command(
@@ -150,14 +158,16 @@ def _command(
     )
 
 
-def _add_backend(command: argparse.ArgumentParser) -> None:
+def _add_backend(
+    command: argparse.ArgumentParser,
+    default: str = "KERAS_BACKEND, else the one in keras.json, ",
+) -> None:
     command.add_argument(
         "--backend",
         choices=BACKENDS,
         # No default to show: it depends on what is installed.
         default=argparse.SUPPRESS,
-        help="the Keras backend (default: KERAS_BACKEND, else the one in keras.json, "
-        "else the first that is installed)",
+        help=f"the Keras backend (default: {default}else the first that is installed)",
     )
 
 

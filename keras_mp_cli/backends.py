@@ -31,6 +31,16 @@ def choose_backend(asked: str | None, preferred: str | None = None) -> str:
     raise missing_backend(BACKENDS[0])
 
 
+def fall_back() -> None:
+    """Sets KERAS_BACKEND if nobody has, and what Keras would take is not installed."""
+    if os.environ.get("KERAS_BACKEND"):
+        return
+    taken = configured_backend() or "tensorflow"  # Keras' own default.
+    chosen = choose_backend(None, taken)
+    if chosen != taken:
+        os.environ["KERAS_BACKEND"] = chosen
+
+
 def configured_backend() -> str | None:
     """The backend in Keras' configuration file, read without importing Keras."""
     folder = os.path.expanduser(os.environ.get("KERAS_HOME", "~/.keras"))

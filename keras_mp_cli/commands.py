@@ -13,6 +13,7 @@ from typing import Any
 
 from keras_mp_cli.backends import backend_of_breakpoint, choose_backend
 from keras_mp_cli.messages import fail
+from keras_mp_cli.tracebacks import file_of, traces
 
 
 def start(command: str, backend: str | None = None, **options: Any) -> None:
@@ -30,8 +31,14 @@ def start(command: str, backend: str | None = None, **options: Any) -> None:
     function(**options)
 
 
-def import_script(script: str) -> types.ModuleType:
-    """The script as a module, which finds those beside it; without its main part."""
+def import_script(
+    script: str, ends: tuple[type[BaseException], ...] = ()
+) -> types.ModuleType:
+    """The script as a module, which finds those beside it; without its main part.
+
+    An exception of `ends` ends the script: the module has what it defined until then,
+    and a line on stderr says where that was.
+    """
     path = os.path.join(os.getcwd(), script)
     name = os.path.splitext(os.path.basename(path))[0].replace(".", "_")
     if not os.path.isfile(path):
@@ -43,5 +50,14 @@ def import_script(script: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     # Where pickle looks for what it defines.
     sys.modules[name] = module
-    loader.exec_module(module)
+    try:
+        loader.exec_module(module)
+    except ends as end:
+        lines = [t.tb_lineno for t in traces(end) if file_of(t) == path]
+        why = "it exits" if isinstance(end, SystemExit) else end
+        print(
+            f"keras-mp: {script} is run up to line {lines[0]}, where {why}; what it "
+            "defines after that is not known",
+            file=sys.stderr,
+        )
     return module

@@ -10,8 +10,15 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keras_mp_cli.backends import choose_backend, fall_back
 from keras_mp_cli.messages import fail
-from keras_mp_cli.missing import BACKENDS, is_installed, missing_backend, package_of
+from keras_mp_cli.missing import (
+    BACKENDS,
+    MissingPackageError,
+    is_installed,
+    missing_backend,
+    package_of,
+)
 from keras_mp_cli.tracebacks import remove_our_frames
 
 # Keeps the counters of every optimizer, and has a line for each at the end.
@@ -40,8 +47,8 @@ class PolicyOnKerasImport:
         outcome: why not, as a line for the user.
     """
 
-    def __init__(self, policy: str) -> None:
-        self.policy = policy
+    def __init__(self, policy: str, backend: str | None = None) -> None:
+        self.policy, self.backend = policy, backend
         self.done = False
         self.outcome = "the script never imported keras, so no policy was set"
 
@@ -68,6 +75,17 @@ class PolicyOnKerasImport:
             importlib.import_module("keras_mp").set_global_policy(self.policy)
             self.done = True
             sys.meta_path.remove(self)
+            self._say_if_another_backend()
+
+    def _say_if_another_backend(self) -> None:
+        if self.backend is None:
+            return
+        chosen = importlib.import_module("keras").backend.backend()
+        if chosen != self.backend:
+            print(
+                f"keras-mp: the script chooses {chosen} itself, and not {self.backend}",
+                file=sys.stderr,
+            )
 
     def failed(self, name: str, error: BaseException) -> None:
         """Is called when the import of the module of this name raised an error."""
@@ -94,6 +112,9 @@ class _LoaderThatReports:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        if module.__name__ == "keras":
+            # Not sooner: a script's `os.environ.setdefault("KERAS_BACKEND", ...)`.
+            fall_back()
         try:
             self._loader.exec_module(module)
         except BaseException as error:
@@ -102,8 +123,14 @@ class _LoaderThatReports:
         self._finder.loaded(module.__name__)
 
 
-def run(policy: str, script: str, args: Sequence[str]) -> None:
+def run(
+    policy: str, script: str, args: Sequence[str], backend: str | None = None
+) -> None:
     """Runs a Keras script under a policy, as `python SCRIPT ARGS` would without it.
+
+    A backend that the script sets itself in `os.environ` comes before `backend`, and
+    that before KERAS_BACKEND. Without any of them Keras chooses, or, if what it would
+    choose is not installed, the first backend that is.
 
     The exit status, and an exception, go on to the caller; the exception's traceback
     is printed by then.
@@ -117,8 +144,13 @@ def run(policy: str, script: str, args: Sequence[str]) -> None:
         fail(f"cannot read the script {script!r}: {error.strerror}")
     if not any(map(is_installed, BACKENDS)):
         fail(str(missing_backend(BACKENDS[0])))
+    if backend is not None:
+        try:
+            os.environ["KERAS_BACKEND"] = choose_backend(backend)
+        except MissingPackageError as error:
+            fail(str(error))
 
-    hook = PolicyOnKerasImport(policy)
+    hook = PolicyOnKerasImport(policy, backend)
     sys.meta_path.insert(0, hook)
     sys.argv = [script, *args]
     if not sys.flags.safe_path:  # under `python -P` no folder was put there

@@ -40,16 +40,17 @@ def remove_our_frames(error: BaseException) -> None:
         current.__traceback__ = kept[0] if kept else None
 
 
-def _file(trace: types.TracebackType) -> str:
+def file_of(trace: types.TracebackType) -> str:
+    """The file whose code a frame of a traceback runs."""
     return trace.tb_frame.f_code.co_filename
 
 
-_OUR_FOLDER = os.path.dirname(_file.__code__.co_filename)
+_OUR_FOLDER = os.path.dirname(file_of.__code__.co_filename)
 
 
 def _is_ours(trace: types.TracebackType) -> bool:
-    return os.path.dirname(_file(trace)) == _OUR_FOLDER
+    return os.path.dirname(file_of(trace)) == _OUR_FOLDER
 
 
 def _is_internal(trace: types.TracebackType) -> bool:
-    return _is_ours(trace) or _file(trace).startswith("<frozen importlib")
+    return _is_ours(trace) or file_of(trace).startswith("<frozen importlib")

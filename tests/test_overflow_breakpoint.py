@@ -225,8 +225,9 @@ def test_it_is_saved_once_in_each_fit_with_one_line(folder, capsys):
     assert line.endswith(f"keras-mp replay {folder}")
     model.optimizer.dynamic_scale.assign(SCALE)
     fit(model, watch)
-    assert facts(folder)["step"] == 2 * BATCHES + 2
-    assert os.listdir(folder.parent) == [folder.name]
+    assert facts(folder)["step"] == 2
+    assert facts(folder.with_name("overflow-2"))["step"] == 2 * BATCHES + 2
+    assert sorted(os.listdir(folder.parent)) == ["overflow", "overflow-2"]
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
@@ -599,13 +600,27 @@ def test_a_folder_that_cannot_be_made_is_reported_before_the_training(tmp_path):
         fit(build(), OverflowBreakpoint(tmp_path / "file" / "folder"))
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @undiagnosed
-def test_an_empty_folder_and_a_former_breakpoint_are_replaced(folder):
-    folder.mkdir(parents=True)
+def test_a_breakpoint_stays_and_the_next_ones_go_beside_it(folder, capsys):
     x, y = AT_ONCE
-    for make, model in ((build_lambda, "model.weights.h5"), (build, "model.keras")):
-        caught(folder, make(), x=x, y=y)
-        assert {name for name in os.listdir(folder) if "model" in name} == {model}
+    folder.mkdir(parents=True)  # An empty one is free.
+    caught(folder, build(), x=x, y=y)
+    first = contents(folder)
+    for name in ("overflow-2", "overflow-3"):
+        capsys.readouterr()
+        model = build()
+        model.optimizer.dynamic_scale.assign(SCALE * 2)
+        fit(model, OverflowBreakpoint(folder, skips=1), x=x, y=y)
+        assert facts(folder.with_name(name))["loss_scale"] == SCALE * 2
+        line = capsys.readouterr().out.rstrip()
+        assert line.endswith(f"keras-mp replay {folder.with_name(name)}")
+    assert contents(folder) == first
+    names = ["overflow", "overflow-2", "overflow-3"]
+    assert sorted(os.listdir(folder.parent)) == names
 
 
 @undiagnosed
@@ -846,6 +861,97 @@ def test_the_command_takes_classes_and_build_from_a_script(folder, capsys, monke
     assert "cannot read the script 'nothing.py': there is no such file" in line
 
 
+TRAIN = """
+    import sys
+    sys.path.append({tests!r})
+    import keras
+    import keras_mp
+    from test_overflow_breakpoint import AT_ONCE, build as build_with, ops
+
+    class Twice(keras.layers.Layer):
+        def call(self, x):
+            return x * 2
+
+    class Own(keras.Model):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    model = build_with([Twice])
+    watch = keras_mp.callbacks.OverflowBreakpoint("overflow", skips=1)
+    x, y = AT_ONCE
+    {ending}
+    {after}
+"""
+FIT = "model.fit(x, y, callbacks=[watch], verbose=0)"
+GRADIENTS = "[ops.zeros(v.shape) for v in model.trainable_variables]"
+TRAININGS = {
+    "fit": FIT,
+    "fit of a class": FIT.replace("(x", "(model, x").replace("model", "keras.Model", 1),
+    "fit within try": f"exec('try: {FIT}\\nexcept Exception: pass')",
+    "fit of its own": "own = Own(model.input, model.output); own.compile('sgd'); "
+    + FIT.replace("model", "own"),
+    "train_on_batch": "model.train_on_batch(x, y)",
+    "a loop": f"model.optimizer.apply({GRADIENTS}, model.trainable_variables)",
+    "a loop without loss scaling": "optimizer = keras.optimizers.SGD(); "
+    f"optimizer.apply({GRADIENTS}, model.trainable_variables)",
+    "sys.exit": "sys.exit('usage: train.py EPOCHS')",
+}
+
+
+def train_script(folder, ending, after=""):
+    """Writes a script that trains without asking whether it is __main__."""
+    tests = str(pathlib.Path(__file__).parent)
+    text = textwrap.dedent(TRAIN.format(tests=tests, ending=ending, after=after))
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(text)
+    return str(folder / "train.py")
+
+
+@pytest.fixture
+def of_a_script(folder, monkeypatch):
+    """A breakpoint of a model whose class is in a script, saved by that script."""
+    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
+    script = train_script(folder.parent, FIT)
+    monkeypatch.chdir(folder.parent)
+    runpy.run_path(script, run_name="__main__")
+    return folder
+
+
+@undiagnosed
+@pytest.mark.parametrize("ending", TRAININGS.values(), ids=TRAININGS)
+def test_replay_runs_a_script_until_it_trains_or_exits(ending, of_a_script, capsys):
+    before = contents(of_a_script)
+    after = "open('trained', 'w'); model.save('model.keras')"
+    script = train_script(of_a_script.parent, ending, after)
+    capsys.readouterr()
+    keras_mp_cli.main(["replay", "--script", script, str(of_a_script)])
+    out, err = capsys.readouterr()
+    assert "it overflows again" in " ".join(out.split())
+    line = pathlib.Path(script).read_text().splitlines().index(ending) + 1
+    why = "it exits" if "exit" in ending else "it trains"
+    assert f"keras-mp: {script} is run up to line {line}, where {why};" in err
+    assert contents(of_a_script) == before
+    held = set(os.listdir(of_a_script.parent)) - {"__pycache__"}
+    assert held == {"overflow", "train.py"}
+
+
+@undiagnosed
+def test_after_replay_models_train_again(of_a_script):
+    script = train_script(of_a_script.parent, FIT)
+    keras_mp_cli.main(["replay", "--script", script, str(of_a_script)])
+    model = build()
+    fit(model)
+    assert int(model.optimizer.skipped_steps) == len(POISONED)
+
+
+@undiagnosed
+def test_a_class_that_is_not_found_names_the_script_as_the_remedy(of_a_script, capsys):
+    capsys.readouterr()
+    line = refused(capsys, of_a_script)
+    assert "name the script that defines them: `--script SCRIPT`" in line
+    assert "Could not locate class 'Twice'" in line
+
+
 def test_what_is_no_breakpoint_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)
     assert "there is no folder" in refused(capsys, tmp_path / "nothing")
@@ -869,6 +975,8 @@ def test_a_damaged_file_is_one_line_and_status_2(saved, name, text, capsys):
         ({"model": "../model.keras"}, "model"),
         ({"batch": {"tuple": [{"array": "z", "dtype": "float32"}]}}, "batch"),
         ({"batch": 3}, "batch"),
+        ({"batch": None}, "must have an `x`. Received: none"),
+        ({"batch": {"tuple": [None, None]}}, "must have an `x`. Received: none"),
         ({"loss_scale": "high"}, "loss_scale"),
         ({"variables": 3}, "variables"),
         ({"variables": ["kernel"]}, "1 trainable variables"),

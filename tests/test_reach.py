@@ -99,6 +99,81 @@ def test_a_pattern_that_matches_no_layer_is_named_once(make):
     )
 
 
+def said_of(trained, policy):
+    """What is said while a model is converted, and the files that are named."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_mp.convert(trained, policy)
+    return [str(w.message) for w in caught], {w.filename for w in caught}
+
+
+def built(make):
+    made = make()
+    made(X)
+    return made
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_convert_names_a_pattern_that_matches_no_layer_and_compile_does_not_again(
+    make, compiled_before
+):
+    trained = built(make)
+    if compiled_before:
+        assert messages(trained) == []
+    policy = keras_mp.MixedFloat16(float32=["decodr/.*", ".*early"])
+    (message,), files = said_of(trained, policy)
+    assert "has no layer that float32=['decodr/.*'] matches" in message
+    assert "early'" in message and files == {__file__}
+    assert messages(trained) == []
+    assert trained.layers[0].compute_dtype == "float32"
+
+
+def test_convert_uses_the_words_of_compile():
+    def named():
+        early = layers.Dense(1, name="early")
+        return keras.Sequential([keras.Input((2,)), early], name="same")
+
+    policies = [keras_mp.MixedFloat16(float32=["earl"]) for _ in range(2)]
+    with keras_mp.policy_scope(policies[0]):
+        (by_compile,) = messages(named())
+    converted = named()
+    assert said_of(converted, policies[1])[0] == [by_compile]
+
+
+def test_each_conversion_is_looked_at():
+    converted = model()
+    for pattern in ("first", "second"):
+        policy = keras_mp.MixedBFloat16(float32=[pattern])
+        (message,), _ = said_of(converted, policy)
+        assert f"float32=[{pattern!r}]" in message
+    for fine in (keras_mp.MixedFloat16(float32=[".*early"]), "mixed_float16"):
+        assert said_of(converted, fine)[0] == []
+
+
+def test_convert_looks_at_every_policy_of_a_map_and_at_single_layers():
+    converted = model()
+    policies = keras.dtype_policies.DTypePolicyMap(
+        default_policy=keras_mp.MixedFloat16()
+    )
+    path = converted.layers[0].path
+    policies[path] = keras_mp.MixedFloat16(float32=["in a map"])
+    (message,), _ = said_of(converted, policies)
+    assert "float32=['in a map']" in message
+    (message,), _ = said_of(
+        converted.layers[0], keras_mp.MixedFloat16(float32=["earl"])
+    )
+    assert f"such as {path!r}." in message
+
+
+def test_a_model_that_is_converted_before_it_is_built_is_named_at_its_first_step():
+    converted = Net()
+    policy = keras_mp.MixedFloat16(float32=["earl"])
+    assert said_of(converted, policy)[0] == []
+    (message,) = messages(converted)
+    assert "float32=['earl']" in message
+
+
 def test_a_pattern_that_another_rule_comes_before_is_not_named():
     policy = keras_mp.MixedFloat16(float32=[layers.Dense, ".*early"])
     with keras_mp.policy_scope(policy):

@@ -1,10 +1,11 @@
 """`keras-mp run`: an unmodified script under a policy."""
 
 import importlib.util
+import os
 import signal
 
 import pytest
-from workplace import SUMMARY, real, write
+from workplace import ROOT, SUMMARY, install, real, write
 
 
 def without_our_lines(stderr: str) -> str:
@@ -153,11 +154,76 @@ def test_summary_that_fails_changes_neither_traceback_nor_exit_status(work):
 
 
 # --------------------------------------------------------------------------------
+# run: the backend
+
+
+@pytest.mark.parametrize(
+    ("installed", "configured", "expected"),
+    [
+        (["jax"], None, "jax"),
+        (["torch"], None, "torch"),
+        (["jax", "torch"], "torch", "None"),  # Keras reads the file itself.
+        (["jax"], "tensorflow", "jax"),  # As Keras writes it.
+        (["jax", "tensorflow"], None, "None"),  # As without the command.
+    ],
+)
+def test_without_a_word_of_the_user_keras_gets_a_backend_that_is_installed(
+    work, installed, configured, expected
+):
+    install(work, *installed)
+    if configured:
+        write(work.folder, {".keras/keras.json": f'{{"backend": "{configured}"}}'})
+    result = work.run("import keras")
+    assert result.stdout == f"keras on {expected}\npolicy auto\n", result.stderr
+    assert result.stderr == SUMMARY
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "script", "expected"),
+    [
+        (["--backend", "torch"], {}, "", "torch"),
+        (["--backend", "torch"], {"KERAS_BACKEND": "jax"}, "", "torch"),
+        ([], {"KERAS_BACKEND": "torch"}, "", "torch"),
+        ([], {"KERAS_BACKEND": "jax"}, "e['KERAS_BACKEND'] = 'torch'", "torch"),
+        ([], {}, "e.setdefault('KERAS_BACKEND', 'torch')", "torch"),
+        (["--backend", "jax"], {}, "e.setdefault('KERAS_BACKEND', 'torch')", "jax"),
+    ],
+)
+def test_the_script_wins_over_the_option_and_that_over_the_environment(
+    work, args, variables, script, expected
+):
+    install(work, "jax", "torch")
+    name = work.script(f"from os import environ as e\n{script}\nimport keras")
+    result = work.command("run", *args, name, **variables)
+    assert result.stdout == f"keras on {expected}\npolicy auto\n", result.stderr
+    assert result.stderr == SUMMARY
+
+
+def test_a_script_that_chooses_another_backend_than_the_option_wins_and_that_is_said(
+    work,
+):
+    install(work, "jax", "torch")
+    name = work.script("import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras")
+    result = work.command("run", "--backend", "jax", name)
+    assert result.stdout == "keras on torch\npolicy auto\n"
+    line = "keras-mp: the script chooses torch itself, and not jax\n"
+    assert result.stderr == line + SUMMARY
+
+
+def test_a_backend_that_is_asked_for_and_not_installed_is_one_line_and_status_2(work):
+    install(work, "jax")
+    result = work.command("run", "--backend", "torch", work.script("print('ran')"))
+    assert result.stderr.startswith("keras-mp: error: The backend torch is not inst")
+    assert result.stderr.count("\n") == 1
+    assert (result.stdout, result.returncode) == ("", 2)
+
+
+# --------------------------------------------------------------------------------
 # run: as `python SCRIPT ARGS`
 
 
 def test_arguments_after_the_script_are_its_own_even_if_they_look_like_ours(work):
-    args = ["--policy", "mine", "-h", "--", "--version", "a b", ""]
+    args = ["--policy", "mine", "--backend", "x", "-h", "--", "--version", "a b", ""]
     result = work.run("import sys; print(sys.argv)", *args)
     assert result.stdout == f"{['train.py', *args]}\n"
 
@@ -276,7 +342,9 @@ def test_unknown_policy_is_refused_with_the_ones_there_are(work):
 
 def test_run_without_a_script_is_refused(work):
     result = work.command("run")
-    assert "SCRIPT" in result.stderr
+    usage, error = result.stderr.splitlines()
+    assert usage.endswith(" SCRIPT [ARGS ...]")
+    assert error == "keras-mp run: error: the following arguments are required: SCRIPT"
     assert result.returncode == 2
 
 
@@ -324,6 +392,30 @@ def test_real_script_chooses_its_backend_itself(tmp_path, backend):
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"{backend} mixed_bfloat16\n")
     assert result.stderr.endswith(": no loss scaling, 2 steps\n")
+
+
+@pytest.mark.once
+def test_real_script_runs_where_only_one_backend_is_installed(tmp_path):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    hidden = """
+        import importlib.util
+
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, package=None: (
+            None if name in ("jax", "tensorflow") else find(name, package)
+        )
+    """
+    write(tmp_path, {"train.py": TRAIN, "hiding/sitecustomize.py": hidden})
+    path = os.pathsep.join([str(tmp_path / "hiding"), str(ROOT)])
+    result = real(
+        *["run", "--policy", "mixed_bfloat16", "train.py"],
+        home=tmp_path,
+        KERAS_BACKEND="",
+        PYTHONPATH=path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("torch mixed_bfloat16\n")
 
 
 @pytest.mark.once

@@ -29,8 +29,8 @@ class OverflowBreakpoint(keras.callbacks.Callback):
     an optimizer that does not scale it does nothing.
 
     Args:
-        folder: where to save. Created if it is missing; an earlier breakpoint in it is
-            replaced.
+        folder: where to save. Created if it is missing. A breakpoint that stands there
+            stays: the next one goes to `folder`-2, then to `folder`-3.
         skips: which skipped step in a row to save: 3 is the third of three that follow
             each other. A step that is applied begins the count anew.
 
@@ -119,7 +119,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
             if isinstance(step, TypeError):
                 raise step
             with engine.attached(self._trained, state):
-                saved = save(self._path, self._trained, step, after, self._epoch)
+                saved, place = save(self._path, self._trained, step, after, self._epoch)
         except Exception as error:  # Whatever fails, the training goes on.
             warnings.warn(
                 f"Skipped steps in a row: {after.skips}. The last could not be saved "
@@ -128,7 +128,8 @@ class OverflowBreakpoint(keras.callbacks.Callback):
                 stacklevel=2,
             )
             return
-        command = f"keras-mp replay {shlex.quote(os.fspath(self.folder))}"
+        shown = self.folder if place == self._path else place
+        command = f"keras-mp replay {shlex.quote(os.fspath(shown))}"
         if saved.model == WEIGHTS:
             command += (
                 " --script SCRIPT (the weights alone could be saved: its `build()` has "

@@ -1,7 +1,13 @@
 """`keras-mp replay`."""
 
+import contextlib
+from collections.abc import Iterator
 from inspect import isclass, isfunction
+from typing import Any, NoReturn
 
+import keras
+
+import keras_mp
 from keras_mp.diagnostics.breakpoint import replay as breakpoints
 from keras_mp.errors import BreakpointError
 from keras_mp_cli.commands import import_script
@@ -13,12 +19,46 @@ def replay(folder: str, script: str | None = None) -> None:
 
     Args:
         folder: what the callback OverflowBreakpoint wrote.
-        script: a file that defines the model's own classes; None if there are none.
+        script: a file that defines the model's own classes; None if there are none. It
+            is run until it begins to train, or exits.
     """
-    defined = vars(import_script(script)) if script else {}
+    defined = {}
+    if script:
+        with _training_raises():
+            ends = (TrainingBegins, SystemExit)
+            defined = vars(import_script(script, ends=ends))
     names = {k: v for k, v in defined.items() if isfunction(v) or isclass(v)}
     build = names.get("build")
     try:
         print(breakpoints.replay(folder, build=build, custom_objects=names))
     except BreakpointError as error:
         fail(one_line(error))
+
+
+class TrainingBegins(BaseException):
+    """Ends a script before it trains. No Exception, which scripts may catch."""
+
+
+# Every training calls one of these: a loop of the user's has `apply`.
+_TRAINING = [
+    (keras.Model, "fit"),
+    (keras.Model, "train_on_batch"),
+    (keras.optimizers.Optimizer, "apply"),
+    (keras_mp.LossScaleOptimizer, "apply"),
+]
+
+
+@contextlib.contextmanager
+def _training_raises() -> Iterator[None]:
+    """Lets every training raise TrainingBegins meanwhile."""
+    with contextlib.ExitStack() as undo:
+        for owner, name in _TRAINING:
+            # The class that defines it, so that calls by `super()` are met as well.
+            definer: Any = next(c for c in owner.__mro__ if name in vars(c))
+            undo.callback(setattr, definer, name, vars(definer)[name])
+            setattr(definer, name, _raise)
+        yield
+
+
+def _raise(*args: Any, **kwargs: Any) -> NoReturn:
+    raise TrainingBegins("it trains")

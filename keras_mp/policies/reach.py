@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -29,6 +29,22 @@ def warn_of_unreached(model: Any) -> bool:
     return model in _examined
 
 
+def warn_of_unmatched(model: Any, policy: Any) -> None:
+    """Warns of the patterns of a policy, or of a map of them, that match no layer.
+
+    For `convert`, whose model may be examined already: it has another policy now. If it
+    is not built, `compile` or its first step warns.
+    """
+    layers = private.layers_in(model)
+    if not all(layer.built for layer in layers):
+        return
+    _examined.add(model)
+    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+    policies = [policy.default_policy, *policy.values()] if is_map else [policy]
+    for path, sentence, remedy in _unmatched(model, layers, map(chooser_of, policies)):
+        warnings.warn(f"{path} {sentence} {remedy}", stacklevel=3)
+
+
 def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
     """What reaches no layer of a built model: its path, a sentence and a remedy."""
     layers = private.layers_in(model)
@@ -44,12 +60,19 @@ def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
     decisions = [d for d in map(decision_for, layers) if d is not None]
     choosers = [chooser_of(policy_of(layer)) for layer in layers]
     choosers += [decision.chooser for decision in decisions]
+    yield from _unmatched(model, layers, choosers)
+
+
+def _unmatched(
+    model: Any, layers: list[Any], choosers: Iterable[Any]
+) -> Iterator[tuple[str, str, str]]:
+    """The patterns of policies that match no layer of a model, as `unreached` does."""
     for policy in {id(chooser): chooser for chooser in choosers if chooser}.values():
         for pattern in policy.unmatched_patterns(layers):
             inner = [
                 x for x in layers[1:] if not isinstance(x, keras.layers.InputLayer)
             ]
-            paths = [layer_path(layer) for layer in inner[:2]]
+            paths = [layer_path(layer) for layer in inner[:2] or layers]
             yield (
                 layer_path(model),
                 f"has no layer that float32=[{pattern!r}] matches, nor had any model "

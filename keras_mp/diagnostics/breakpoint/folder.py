@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -56,9 +57,9 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
         held = {path.name} if path.exists() else set()
     if held and (_FACTS not in held or held - _FILES):
         raise ValueError(
-            "`folder` must be missing, empty, or hold a breakpoint and nothing else: "
-            f"it is replaced. Received: folder={os.fspath(folder)!r}, which holds "
-            f"{min(held - _FILES or held)!r}."
+            "`folder` must be missing, empty, or hold a breakpoint and nothing else. "
+            "Choose a folder for breakpoints alone. Received: "
+            f"folder={os.fspath(folder)!r}, which holds {min(held - _FILES or held)!r}."
         )
     return path
 
@@ -66,37 +67,47 @@ def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 def prepare(folder: pathlib.Path) -> None:
     """Makes the folder's parent, so that the training does not end at its last step.
 
-    Raises a ValueError or an OSError if the folder cannot be replaced.
+    Raises a ValueError or an OSError if a breakpoint cannot be written there.
     """
     check_folder(folder)
     if folder.is_mount():
         raise ValueError(
-            "`folder` must not be a mount point, which cannot be replaced: choose a "
-            f"folder within it. Received: folder={str(folder)!r}."
+            "`folder` must not be a mount point, to which a finished breakpoint cannot "
+            "be moved: choose a folder within it. Received: "
+            f"folder={str(folder)!r}."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
 
 
 @contextlib.contextmanager
-def replaced(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder to write to, which replaces `folder` at the end.
+def written_at_once(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder to write to, which is deleted unless `put_in_place` moves it.
 
-    After an error it is deleted, and `folder` stays as it was.
+    So a reader finds a breakpoint with all of its files, or none.
     """
-    name = f"{folder.name}.{uuid.uuid4().hex[:8]}"
-    made, former = folder.with_name(f"{name}.partial"), folder.with_name(f"{name}.old")
+    made = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     made.mkdir(parents=True)
     try:
         yield made
-        if check_folder(folder).exists():
-            folder.rename(former)
-        made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        if former.exists() and not folder.exists():
-            former.rename(folder)
-        shutil.rmtree(former, ignore_errors=True)
+
+
+def put_in_place(made: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Moves what is written to `folder`, and returns where it is.
+
+    A breakpoint is evidence: where one stands already, the new one goes beside it, to
+    `folder`-2, `folder`-3 and so on.
+    """
+    check_folder(folder)
+    for number in itertools.count(1):
+        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        if not place.exists() or (place.is_dir() and not os.listdir(place)):
+            break
+    if place.exists():
+        place.rmdir()  # On Windows no folder can be moved onto an empty one.
+    return made.rename(place)
 
 
 def write_facts(

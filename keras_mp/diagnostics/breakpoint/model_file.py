@@ -73,9 +73,12 @@ def _read(reader: Callable, file: pathlib.Path, **options: Any) -> Any:
     try:
         return reader(file, **options)
     except Exception as error:  # Keras' readers may raise anything.
-        remedy = "classes of its own must be in the script that `--script` names"
+        # Without the configs that Keras quotes, in front of its reason and after it.
+        reason = str(error).split("Exception encountered: ")[-1].split("\n\n")[0]
         raise BreakpointError(
-            f"cannot open {str(file)!r} ({remedy}): {error}"
+            f"cannot open {str(file)!r}. If the model has classes or functions of its "
+            "own, name the script that defines them: `--script SCRIPT`. Received: "
+            f"{type(error).__name__}: {reason}"
         ) from error
 
 

@@ -99,6 +99,11 @@ def replay(
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
     except (KeyError, TypeError, ValueError) as error:
         raise BreakpointError(f"the batch in {str(folder)!r}: {error}") from error
+    if x is None:
+        raise BreakpointError(
+            f"the batch in {str(folder)!r} must have an `x`. Received: none: the file "
+            "has been changed since it was saved"
+        )
     file = pathlib.Path(folder, overflow.model)
     model = model_file.load(file, x, build, custom_objects)
     optimizer, paths = model.optimizer, overflow.variables

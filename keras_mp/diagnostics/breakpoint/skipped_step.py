@@ -16,8 +16,9 @@ from keras_mp.diagnostics.breakpoint.batch import Batch, tensors_of
 from keras_mp.diagnostics.breakpoint.folder import (
     DIAGNOSIS,
     Overflow,
-    replaced,
+    put_in_place,
     write_facts,
+    written_at_once,
 )
 from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
 from keras_mp.diagnostics.diagnosis.report import Report
@@ -71,8 +72,11 @@ def scaling_of(model: Any, state: Any) -> Scaling | None:
 
 def save(
     folder: pathlib.Path, model: Any, step: Step, after: Scaling, epoch: int
-) -> Overflow:
-    """Saves a step with its diagnosis; `model` and `after` are as it has left them."""
+) -> tuple[Overflow, pathlib.Path]:
+    """Saves a step with its diagnosis; `model` and `after` are as it has left them.
+
+    Returns what was saved, and where: beside `folder`, if that holds a breakpoint.
+    """
     optimizer = model.optimizer
     scaling: Any = loss_scaling_of(optimizer)
     before = step.scaling or Scaling(scaling.rule.initial_state(), np.zeros(0))
@@ -80,23 +84,24 @@ def save(
         before = Scaling(before.state, np.zeros_like(after.counts))
     paths = [v.path for v in private.own_trainable(optimizer)]
     applied = int(ops.copy(private.applied_steps(optimizer.inner_optimizer).value))
-    with replaced(folder) as made, _restored(scaling, before, step.generators):
-        overflow = Overflow(
-            step=applied + int(after.state.skipped_steps),
-            epoch=epoch,
-            skips=after.skips,
-            loss_scale=float(before.state.scale),
-            not_finite=added(before.counts, after.counts, paths),
-            variables=paths,
-            model=model_file.save(model, made),
-            backend=keras.backend.backend(),
-            keras=keras.__version__,
-            keras_mp=version_of("keras_mp"),
-        )
-        random_state = step.generators | seeds_of(model)
-        write_facts(made, overflow, step.batch, random_state)
-        _write_diagnosis(made, model, step.batch)
-    return overflow
+    with written_at_once(folder) as made:
+        with _restored(scaling, before, step.generators):
+            overflow = Overflow(
+                step=applied + int(after.state.skipped_steps),
+                epoch=epoch,
+                skips=after.skips,
+                loss_scale=float(before.state.scale),
+                not_finite=added(before.counts, after.counts, paths),
+                variables=paths,
+                model=model_file.save(model, made),
+                backend=keras.backend.backend(),
+                keras=keras.__version__,
+                keras_mp=version_of("keras_mp"),
+            )
+            random_state = step.generators | seeds_of(model)
+            write_facts(made, overflow, step.batch, random_state)
+            _write_diagnosis(made, model, step.batch)
+        return overflow, put_in_place(made, folder)
 
 
 @contextlib.contextmanager
