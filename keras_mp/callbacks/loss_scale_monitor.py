@@ -1,13 +1,12 @@
 """The loss scale in the logs of `fit`, and a warning if it keeps falling."""
 
 import threading
-import warnings
 from typing import Any
 
 import keras
 
 from keras_mp.backends.train_step import MONITORED, UNDERFLOW
-from keras_mp.display.messages import show_message
+from keras_mp.display.messages import show_message, warn
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import named, newest
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
@@ -79,15 +78,6 @@ class LossScaleMonitor(keras.callbacks.Callback):
             if batch > self._batch:
                 scale, skipped = float(logs["loss_scale"]), int(logs["skipped_steps"])
                 self._follow(batch, scale, skipped - self._skipped)
-        if self._falls >= FALLS and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"The loss scale has fallen {self._falls} times without growing once, "
-                f"to {self._scale:g}; {self._skipped} steps were skipped. "
-                "keras_mp.diagnose(model, x, y) says which gradients overflow, and "
-                "whether there is a scale that suits all.",
-                stacklevel=2,
-            )
 
     def _follow(self, batch: int, scale: float, skips: int) -> None:
         if scale > self._scale:
@@ -102,13 +92,24 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._scale, self._skipped, self._batch = scale, self._skipped + skips, batch
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._print_skip()
+        self._report()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._print_skip()
+        self._report()
 
-    def _print_skip(self) -> None:
-        """Prints a skip before the next step, when the state can be read."""
+    def _report(self) -> None:
+        """Says what there is to say before the next step, in the thread of `fit`.
+
+        There the state can be read, and a warning can name the line that called `fit`.
+        """
+        if self._falls >= FALLS and not self._warned:
+            self._warned = True
+            warn(
+                f"The loss scale has fallen {self._falls} times without growing once, "
+                f"to {self._scale:g}; {self._skipped} steps were skipped. "
+                "keras_mp.diagnose(model, x, y) says which gradients overflow, and "
+                "whether there is a scale that suits all."
+            )
         if not self._to_print:
             return
         self._to_print = False
