@@ -278,6 +278,17 @@ def test_in_a_function_that_autograph_rewrote_it_is_the_line_that_called_it():
     assert warning.filename == __file__ and warning.lineno in lines_of(call)
 
 
+def test_a_script_that_python_runs_as_a_module_is_a_place_like_any_other():
+    class Loader:  # As that of `python -m`: asked for the source it raises.
+        def get_source(self, name):
+            raise ImportError("cannot handle __main__")
+
+    script = compile("warn('in a script')", "script.py", "exec")
+    names = {"__name__": "__main__", "__loader__": Loader(), "warn": messages.warn}
+    (warning,) = warned(lambda: exec(script, names))
+    assert (warning.filename, warning.lineno) == ("script.py", 1)
+
+
 def test_a_warning_is_shown_once_a_line_as_pythons_own_are():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -47,7 +47,6 @@ def warn(message: str) -> None:
         frame.f_lineno,
         module.get("__name__"),
         module.setdefault("__warningregistry__", {}),
-        module,
     )
 
 
