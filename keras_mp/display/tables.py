@@ -103,8 +103,11 @@ class Table:
         )
 
 
-def in_bytes(size: int | None) -> str:
-    """A number of bytes with its unit; "?" for None."""
+def in_bytes(size: int | None, digits: int = 1) -> str:
+    """A number of bytes with its unit, and so many digits after the point.
+
+    "?" for None.
+    """
     if size is None:
         return "?"
     if size < 1000:
@@ -113,4 +116,4 @@ def in_bytes(size: int | None) -> str:
     while number >= 999.95 and len(units) > 1:
         number /= 1000
         units.pop(0)
-    return f"{number:.1f} {units[0]}"
+    return f"{number:.{digits}f} {units[0]}"

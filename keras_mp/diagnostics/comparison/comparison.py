@@ -123,7 +123,7 @@ def compare(
     ]
     kinds = {device.kind for device in recommended_policy().devices}
     if kinds == {"cpu"} and any(t.seconds_per_step for t in trainings):
-        notes.append("These are the times of a CPU: an accelerator's are others.")
+        notes.append("Timed on a CPU. A GPU or TPU will differ.")
     return Comparison(
         backend=keras.backend.backend(),
         policies=tuple(chosen),
