@@ -150,8 +150,19 @@ def a_comparison_of_the_same(folder, monkeypatch):
     keras_mp.compare(build, (X, Y), (X, Y), two, seeds=1, verbose=0)
 
 
+def pure_float16(folder, monkeypatch):
+    monkeypatch.setattr(keras_mp.config, "_warned_of_float16", False)
+    for name in ("float16", "float16", "mixed_float16", "bfloat16"):
+        keras_mp.set_global_policy(name)
+
+
 # What provokes the warning, a part of it, and a part of the line that it has to name.
 CALLS = {
+    "config.set_global_policy": (
+        pure_float16,
+        "Did you mean 'mixed_float16'?",
+        "keras_mp.set_global_policy(",
+    ),
     "loss_scaling.skip_watch.look": (nan_in_fit, "were broken", "model.fit("),
     "loss_scaling.checkpoint.load": (
         another_optimizers_checkpoint,
