@@ -6,12 +6,15 @@ from typing import Any
 
 import keras
 
+from keras_mp.display.messages import warn
 from keras_mp.keras_seams import private
 from keras_mp.policies.policy import Policy
 
 # What `set_global_policy` has set last. Keras keeps a policy for each thread alone, and
 # `clear_session` forgets it.
 _of_process: keras.DTypePolicy | None = None
+
+_warned_of_float16 = False
 
 
 class _Undecided(keras.DTypePolicy):
@@ -41,7 +44,7 @@ def set_global_policy(policy: Any) -> None:
     Args:
         policy: "float32", "mixed_float16", "mixed_bfloat16", "auto" (what
             `recommended_policy` picks, once the first layer asks), the name of a float
-            dtype, or a `keras.DTypePolicy`.
+            dtype, or a `keras.DTypePolicy`. "float16" is a warning, once.
 
     Raises:
         ValueError: for a name that is no policy. The policy in force stays.
@@ -52,8 +55,16 @@ def set_global_policy(policy: Any) -> None:
     keras_mp.set_global_policy("mixed_float16")
     ```
     """
-    global _of_process
+    global _of_process, _warned_of_float16
     _of_process = _policy(policy)
+    if isinstance(policy, str) and policy == "float16" and not _warned_of_float16:
+        _warned_of_float16 = True
+        warn(
+            "The policy 'float16' keeps the weights in float16, too: most updates are "
+            "too small to change them, and training stalls. Did you mean "
+            "'mixed_float16'? For float16 weights, in a model that only predicts, "
+            "`keras.DTypePolicy('float16')` gives no warning."
+        )
     keras.config.set_dtype_policy(_of_process)
 
 

@@ -168,14 +168,28 @@ def test_the_first_skip_after_a_quiet_time_names_the_variables(capsys):
         warnings.simplefilter("ignore")
         fit(model, monitor, x=x, y=np.tile(Y, (4, 1)))
     out = capsys.readouterr().out
-    assert out.count("first skipped step after a quiet time") == 1
+    assert out.count("keras_mp: step 13 skipped (nan in ") == 1
+    assert "loss scale stays" in out and "Normal" not in out
     assert "head/kernel" in out
+
+
+def test_the_first_overflow_after_a_quiet_time_is_called_normal(capsys):
+    y = np.tile(Y, (4, 1))
+    y[8 * 12] = 2.0**60  # Its loss is finite, its scaled gradients are not.
+    model = model_under()
+    before = float(model.optimizer.loss_scale)
+    monitor = keras_mp.callbacks.LossScaleMonitor(quiet_steps=10)
+    fit(model, monitor, x=np.tile(X, (4, 1)), y=y)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "keras_mp: step 13 skipped (inf in " in out
+    scales = f"loss scale {before:.10g} -> {before / 2:.10g}. Normal now and then."
+    assert scales in out
 
 
 def test_a_skip_that_is_no_surprise_is_not_reported(capsys):
     model = model_under(scale=2.0**24)
     fit(model, keras_mp.callbacks.LossScaleMonitor(quiet_steps=50), epochs=4)
-    assert "quiet" not in capsys.readouterr().out
+    assert "skipped (" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(

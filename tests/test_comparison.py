@@ -374,8 +374,8 @@ def test_chance_alone_is_called_beyond_as_rarely_as_the_docstring_says(seeds, sh
 
 def test_ratios_are_taken_seed_by_seed():
     assert spread.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.0, 0.5, 2.0)
-    assert str(spread.ratio([1.0, 2.0], [2.0, 2.0])) == "1.50 times (1.00 to 2.00)"
-    assert str(spread.ratio([2.0], [1.0])) == "0.50 times"
+    assert str(spread.ratio([1.0, 2.0], [2.0, 2.0])) == "1.50x (1.00x to 2.00x)"
+    assert str(spread.ratio([2.0], [1.0])) == "0.50x"
     assert spread.ratio([1.0, None], [None, 2.0]) is None
 
 
@@ -410,6 +410,17 @@ def made(metrics, **changes):
     )
 
 
+def measured(**facts):
+    """Two policies whose trainings differ in these alone: fact -> policy -> values."""
+    ((_, values),) = facts.items()
+    found = made({"loss": {policy: [1.0] * len(x) for policy, x in values.items()}})
+    trainings = [
+        dataclasses.replace(t, **{f: x[t.policy][t.seed] for f, x in facts.items()})
+        for t in found.trainings
+    ]
+    return dataclasses.replace(found, trainings=tuple(trainings))
+
+
 WORSE = {
     "loss": {"float32": [1.0, 1.1, 1.2], "mixed_float16": [1.5, 1.6, 1.7]},
     "accuracy": {"float32": [0.8, 0.82, 0.84], "mixed_float16": [0.8, 0.81, 0.84]},
@@ -423,15 +434,48 @@ def test_sentences_come_before_the_table():
         "  accuracy is within the spread over 3 seeds."
     )
     assert sentence < text.index("against float32")
-    assert "mixed_float16 2.00 times" in text
+    assert "Step time against float32, lower is better: mixed_float16 2.00x." in text
     reason = engine.why_no_memory.split()[0]
     assert f"Peak memory was not measured: {reason}" in text
     assert re.search(r"loss +float32 +1\.1 ± 0\.1\n", text)
     assert re.search(r"mixed_float16 +1\.6 ± 0\.1 +\+0\.5, beyond the spread", text)
-    assert re.search(r"time per step +float32 +20 ± 10 ms", text)
+    assert re.search(r"step time +float32 +20 ± 10 ms", text)
     assert re.search(r"peak memory +float32 +not measured", text)
     assert re.search(r"skipped steps +float32 +no loss scale", text)
     assert re.search(r"mixed_float16 +0 to 2\n?$", text)
+
+
+def test_a_ratio_of_times_is_that_of_the_means_beside_it():
+    seconds = {"float32": [0.004, 0.002], "mixed_float16": [0.003, 0.0018]}
+    found = measured(seconds_per_step=seconds)
+    text = str(found)
+    assert re.search(r"step time +float32 +3 ± 1.4 ms\n", text)
+    assert re.search(r"mixed_float16 +2.4 ± 0.85 ms +0.80x \(0.75x to 0.90x\)", text)
+    assert "lower is better: mixed_float16 0.80x" in found.sentences[1]
+
+
+def test_there_is_no_verdict_on_times_if_seeds_disagree_or_there_is_one():
+    seconds = {"float32": [0.001, 0.004], "mixed_float16": [0.0032, 0.0015]}
+    found = measured(seconds_per_step=seconds)
+    assert "mixed_float16 unclear: 0.38x to 3.20x." in found.sentences[1]
+    assert str(found).count("unclear") == 2 and "0.94x" not in str(found)
+    text = str(measured(seconds_per_step={p: x[:1] for p, x in seconds.items()}))
+    assert "3.20x" not in text and "no spread: one seed" in text
+    assert "- Step time is not compared: one seed has no spread." in text
+
+
+def test_a_ratio_of_memory_is_that_of_what_is_printed_with_one_seed_too():
+    sizes = {"float32": [1_240_000], "mixed_float16": [1_380_000]}
+    text = str(measured(peak_memory=sizes))
+    assert re.search(r"peak memory +float32 +1.240 MB\n", text)
+    assert re.search(r"mixed_float16 +1.380 MB +1.11x\n", text)
+
+
+def test_the_sentence_and_the_table_count_skipped_steps_alike():
+    skips = {"float32": [None, None], "mixed_float16": [80, 80]}
+    text = str(measured(skipped_steps=skips))
+    assert "mixed_float16 skipped 80 steps with each of 2 seeds." in text
+    assert re.search(r"mixed_float16 +80\n?$", text) and "160" not in text
 
 
 def test_one_seed_is_said_to_have_no_spread():
@@ -456,7 +500,7 @@ def test_it_prints_within_80_columns():
     many = {m: {p: [1234.5678, -0.00012345] for p in policies} for m in names}
     for found in (made(many), made(WORSE), made(WORSE, seconds_per_step=None)):
         assert max(map(len, str(found).splitlines())) <= 80
-    assert "Time per step was not measured: it takes more steps" in str(found)
+    assert "Step time was not measured: it takes more steps" in str(found)
 
 
 def test_it_is_json():

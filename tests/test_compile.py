@@ -257,7 +257,7 @@ def test_a_policy_of_another_name_scales():
 
 
 def test_pure_float16_scales():
-    keras_mp.set_global_policy("float16")
+    keras_mp.set_global_policy(keras.DTypePolicy("float16"))
     assert is_scaled(compiled(regression()))
 
 

@@ -1,5 +1,6 @@
 """`keras-mp doctor`: with a GPU, without one, and with a broken driver."""
 
+import re
 import subprocess
 import sys
 
@@ -38,6 +39,29 @@ def test_products_are_timed_in_every_dtype():
     assert all(p.seconds > 0 and p.speedup > 0 for p in found.products)
     assert found.products[0].speedup == 1
     assert found.side == 32
+
+
+def timed(monkeypatch, **milliseconds):
+    """What is found where products take these times, one run after the other."""
+    runs = {dtype: iter([1, *ms]) for dtype, ms in milliseconds.items()}
+
+    def product(side, dtype):
+        return lambda: next(runs[dtype]) / 1000
+
+    monkeypatch.setattr(doctor, "_timed_product", product)
+    return str(doctor.examine(seconds=0))
+
+
+def test_a_speedup_is_the_ratio_of_the_times_beside_it(monkeypatch):
+    text = timed(monkeypatch, float32=[4, 4, 5], float16=[2, 2, 2], bfloat16=[8, 8, 8])
+    assert re.search("float32 +4 ms +1.00\n", text)
+    assert re.search(r"float16 +2 ms +2.00 \(2.00 to 2.25\)", text)
+    assert re.search(r"bfloat16 +8 ms +0.50 \(0.50 to 0.56\)", text)
+
+
+def test_a_speedup_within_the_noise_is_unclear(monkeypatch):
+    text = timed(monkeypatch, float32=[4, 2, 4], float16=[2, 2, 4], bfloat16=[4, 4, 4])
+    assert re.search(r"float16 +2 ms +unclear \(1.00 to 2.00\)", text)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):

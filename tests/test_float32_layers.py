@@ -206,6 +206,8 @@ def test_a_healthy_model_needs_none():
     found = find(model, (X, Y), verbose=0)
     assert found.paths == () and found.agrees
     assert "No layer has to be in float32" in str(found)
+    for shown in (str(found), found._repr_html_()):
+        assert "layer in float32" not in shown and "<table" not in shown
 
 
 def test_a_gradient_that_is_rounding_errors_alone_is_nobodys_fault():

@@ -151,3 +151,21 @@ def test_max_consecutive_skips_stops_an_eager_loop_and_says_what_to_try():
     step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
     with pytest.raises(keras_mp.TrainingDivergedError, match="2 steps in a row.*256"):
         step([np.array([NAN, 1.0], "float32"), np.float32(1.0)])
+
+
+def test_its_repr_names_the_inner_optimizer_and_what_is_not_default(monkeypatch):
+    plain = keras_mp.LossScaleOptimizer("adam")
+    other = keras_mp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), 8.0, hysteresis=2, max_consecutive_skips=5
+    )
+
+    def read(*args):
+        raise AssertionError("a repr must not wait for the device")
+
+    monkeypatch.setattr(keras.ops, "convert_to_numpy", read)
+    monkeypatch.setattr(keras.Variable, "value", property(read))
+    assert repr(plain) == "LossScaleOptimizer(Adam)"
+    assert repr(other) == (
+        "LossScaleOptimizer(SGD, initial_scale=8.0, hysteresis=2, "
+        "max_consecutive_skips=5)"
+    )

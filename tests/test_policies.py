@@ -83,6 +83,7 @@ def test_what_keras_or_a_scope_sets_holds_in_its_thread_alone(mixed_float16):
     assert (policy(), in_a_thread(policy)) == ("float32", "mixed_float16")
 
 
+@pytest.mark.filterwarnings("ignore:.*Did you mean .mixed_float16")
 def test_the_global_policy_may_be_the_name_of_a_float_dtype_or_a_policy_of_keras():
     for name in ("float16", "bfloat16", "float64", "float32"):
         keras_mp.set_global_policy(name)

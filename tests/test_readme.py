@@ -7,6 +7,8 @@ import keras
 import numpy as np
 from backends import BACKEND
 
+import keras_mp
+
 README = pathlib.Path(__file__).parents[1] / "README.md"
 BACKENDS = ("jax", "tensorflow", "torch")
 BLOCK = re.compile(
@@ -71,3 +73,16 @@ def test_every_test_that_readme_names_is_there():
     named = re.findall(r"`(test_\w+)`", README.read_text())
     assert len(named) > 15
     assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_every_name_of_the_package_that_a_text_has_exists():
+    """Or has existed: what the CHANGELOG calls gone stands there without a prefix."""
+    root = README.parent
+    for path in [README, root / "CHANGELOG.md", *(root / "notebooks").glob("*.ipynb")]:
+        for name in set(
+            re.findall(r"\bkeras_mp((?:\.[A-Za-z_]\w*)+)", path.read_text())
+        ):
+            found = keras_mp
+            for part in name.split(".")[1:]:
+                assert hasattr(found, part), f"{path.name} has keras_mp{name}"
+                found = getattr(found, part)

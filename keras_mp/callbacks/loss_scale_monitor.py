@@ -1,15 +1,14 @@
 """The loss scale in the logs of `fit`, and a warning if it keeps falling."""
 
 import threading
-import warnings
 from typing import Any
 
 import keras
 
 from keras_mp.backends.train_step import MONITORED, UNDERFLOW
-from keras_mp.display.messages import show_message
+from keras_mp.display.messages import show_message, warn
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling.nonfinite import named, newest
+from keras_mp.loss_scaling.nonfinite import newest_step
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import check_whole_number
 
@@ -51,7 +50,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self.underflow = underflow
         self._scale, self._skipped, self._batch = 0.0, 0, -1
         self._falls = self._quiet = 0
-        self._to_print = self._warned = False
+        self._before: float | None = None  # The scale before a skip to print.
+        self._warned = False
 
     def set_model(self, model: Any) -> None:
         """Puts the loss scale into the train step's results, which is made anew."""
@@ -79,15 +79,6 @@ class LossScaleMonitor(keras.callbacks.Callback):
             if batch > self._batch:
                 scale, skipped = float(logs["loss_scale"]), int(logs["skipped_steps"])
                 self._follow(batch, scale, skipped - self._skipped)
-        if self._falls >= FALLS and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"The loss scale has fallen {self._falls} times without growing once, "
-                f"to {self._scale:g}; {self._skipped} steps were skipped. "
-                "keras_mp.diagnose(model, x, y) says which gradients overflow, and "
-                "whether there is a scale that suits all.",
-                stacklevel=2,
-            )
 
     def _follow(self, batch: int, scale: float, skips: int) -> None:
         if scale > self._scale:
@@ -95,29 +86,44 @@ class LossScaleMonitor(keras.callbacks.Callback):
         elif scale < self._scale:
             self._falls += skips
         if skips:
-            self._to_print = self._to_print or self._quiet >= self.quiet_steps
+            if self._before is None and self._quiet >= self.quiet_steps:
+                self._before = self._scale
             self._quiet = 0
         else:
             self._quiet += batch - self._batch
         self._scale, self._skipped, self._batch = scale, self._skipped + skips, batch
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._print_skip()
+        self._report()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._print_skip()
+        self._report()
 
-    def _print_skip(self) -> None:
-        """Prints a skip before the next step, when the state can be read."""
-        if not self._to_print:
+    def _report(self) -> None:
+        """Says what there is to say before the next step, in the thread of `fit`.
+
+        There the state can be read, and a warning can name the line that called `fit`.
+        """
+        if self._falls >= FALLS and not self._warned:
+            self._warned = True
+            warn(
+                f"The loss scale has fallen {self._falls} times without growing once, "
+                f"to {self._scale:g}; {self._skipped} steps were skipped. "
+                "keras_mp.diagnose(model, x, y) says which gradients overflow, and "
+                "whether there is a scale that suits all."
+            )
+        before, self._before = self._before, None
+        if before is None:
             return
-        self._to_print = False
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
         optimizer = self.model.optimizer
         scaling: Any = loss_scaling_of(optimizer)
-        paths = newest(scaling.nonfinite_counts, private.own_trainable(optimizer))
+        variables = private.own_trainable(optimizer)
+        step, what = newest_step(scaling.nonfinite_counts, variables)
+        lower = f"{before:.10g} -> {self._scale:.10g}. Normal now and then."
+        fallen = self._scale < before
         show_message(
-            "\nkeras_mp: the first skipped step after a quiet time. Not finite: the "
-            f"gradients of {named(paths)}. The loss scale is {self._scale:g}."
+            f"\nkeras_mp: step {step} skipped ({what}); loss scale "
+            f"{lower if fallen else f'stays {before:.10g}.'}"
         )

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from keras_mp.diagnostics.breakpoint.batch import batch_of
 from keras_mp.diagnostics.breakpoint.folder import check_folder, prepare
 from keras_mp.diagnostics.breakpoint.model_file import WEIGHTS
 from keras_mp.diagnostics.breakpoint.skipped_step import Step, save, scaling_of
-from keras_mp.display.messages import show_message
+from keras_mp.display.messages import show_message, warn
 from keras_mp.loss_scaling.rule import check_whole_number
 
 
@@ -79,10 +78,9 @@ class OverflowBreakpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         if vars(self._trained).pop(ONCE, None):
-            warnings.warn(
+            warn(
                 "OverflowBreakpoint saw no step: the model has a `make_train_function` "
-                "of its own, which does not call that of keras.Model.",
-                stacklevel=2,
+                "of its own, which does not call that of keras.Model."
             )
 
     def _call(self, train_function: Callable, args: Sequence[Any]) -> Any:
@@ -121,11 +119,10 @@ class OverflowBreakpoint(keras.callbacks.Callback):
             with engine.attached(self._trained, state):
                 saved, place = save(self._path, self._trained, step, after, self._epoch)
         except Exception as error:  # Whatever fails, the training goes on.
-            warnings.warn(
+            warn(
                 f"Skipped steps in a row: {after.skips}. The last could not be saved "
                 f"in {os.fspath(self.folder)!r}: {type(error).__name__}: {error}. The "
-                "training goes on.",
-                stacklevel=2,
+                "training goes on."
             )
             return
         shown = self.folder if place == self._path else place

@@ -28,9 +28,21 @@ class Product(NamedTuple):
 
     dtype: str  # Of both matrices and of the result.
     seconds: float | None = None  # The median.
-    # The median of float32's time divided by this dtype's, timed in succession.
+    # The median of float32 divided by this one.
     speedup: float | None = None
+    # The middle half of float32's times divided by this dtype's, timed in succession.
+    quartiles: tuple[float, float] | None = None
     failure: str = ""  # The error, if there was one.
+
+    @property
+    def verdict(self) -> str:
+        """The speedup with its spread; unclear where noise may have made it."""
+        if self.speedup is None or self.quartiles is None or self.dtype == "float32":
+            return f"{self.speedup:.2f}" if self.speedup else ""
+        low, high = self.quartiles
+        low, high = min(low, self.speedup), max(high, self.speedup)
+        what = "unclear" if low <= 1 <= high else f"{self.speedup:.2f}"
+        return f"{what} ({low:.2f} to {high:.2f})"
 
 
 class Examination(NamedTuple):
@@ -48,7 +60,7 @@ class Examination(NamedTuple):
             (
                 p.dtype,
                 f"{1000 * p.seconds:.3g} ms" if p.seconds else p.failure,
-                f"{p.speedup:.2f}" if p.speedup else "",
+                p.verdict,
             )
             for p in self.products
         ]
@@ -56,7 +68,8 @@ class Examination(NamedTuple):
             ("dtype", "a product takes", "times as fast as float32"),
             rows,
             self._heading(),
-            [f"auto: {self.recommended.name}. {self.recommended.reason}"]
+            ["In brackets: the middle half of the runs. It tells noise from speed."]
+            + [f"auto: {self.recommended.name}. {self.recommended.reason}"]
             + [f"- {line}" for line in self.missing],
         ).text()
 
@@ -121,8 +134,12 @@ def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
     for dtype, own in times.items():
         pairs = zip(times.get("float32", []), own, strict=False)
         ratios = [wide_time / own_time for wide_time, own_time in pairs]
-        speedup = statistics.median(ratios) if ratios else None
-        products[dtype] = Product(dtype, statistics.median(own), speedup)
+        median, speedup, quartiles = statistics.median(own), None, None
+        if ratios:
+            speedup = statistics.median(times["float32"]) / median
+            low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            quartiles = low, high
+        products[dtype] = Product(dtype, median, speedup, quartiles)
     return tuple(products[dtype] for dtype in DTYPES)
 
 
@@ -156,6 +173,8 @@ def _missing(driver: str, accelerated: bool) -> Iterator[str]:
             "install its build with CUDA."
         )
     if not driver and not accelerated:
-        yield "No GPU and no NVIDIA driver: mixed precision can be tested here."
+        yield (
+            "No GPU found. You can test mixed precision here, but expect no speed-up."
+        )
     if not is_installed("matplotlib"):
         yield str(missing_package("Drawing", "matplotlib"))

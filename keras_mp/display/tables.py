@@ -17,6 +17,8 @@ class Table:
         rows: a text or number for each column; numbers are aligned to the right.
         title: a line above it.
         notes: lines below it.
+
+    Without rows only title and notes are shown.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Table:
 
         if self.title:
             show([*self.title.split("\n"), ""])
-        console.print(table)
-        if self.notes:
-            show(["", *self.notes])
+        if self.rows:
+            console.print(table)
+            show([""] if self.notes else [])
+        show(self.notes)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def markdown(self) -> str:
@@ -97,14 +100,15 @@ class Table:
         )
         title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return (
-            f"{title}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-            f"</table>{notes}"
-        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"{title}{table if self.rows else ''}{notes}"
 
 
-def in_bytes(size: int | None) -> str:
-    """A number of bytes with its unit; "?" for None."""
+def in_bytes(size: int | None, digits: int = 1) -> str:
+    """A number of bytes with its unit, and so many digits after the point.
+
+    "?" for None.
+    """
     if size is None:
         return "?"
     if size < 1000:
@@ -113,4 +117,4 @@ def in_bytes(size: int | None) -> str:
     while number >= 999.95 and len(units) > 1:
         number /= 1000
         units.pop(0)
-    return f"{number:.1f} {units[0]}"
+    return f"{number:.{digits}f} {units[0]}"

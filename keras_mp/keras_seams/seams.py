@@ -36,6 +36,7 @@ import keras
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE, any_measured
 from keras_mp.config import restore_global_policy
+from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage, unscaled
 from keras_mp.loss_scaling.models import (
@@ -135,7 +136,10 @@ def _dtype_policy(original: Callable) -> Callable:
 def _layer_init(original: Callable) -> Callable:
     # Without *args, which Keras would look for in the configs of subclasses.
     def __init__(self: Any, **kwargs: Any) -> None:
-        original(self, **kwargs)
+        # Of these Keras warns, and counts frames to the line that it names.
+        warns = "input_shape" in kwargs or "input_dim" in kwargs
+        with warnings_at_the_user() if warns else contextlib.nullcontext():
+            original(self, **kwargs)
         choose_by_class(self)
         _wrap_own_get_config(type(self))
 

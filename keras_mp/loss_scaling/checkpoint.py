@@ -23,13 +23,13 @@ scale. Moments that are not finite are left as they are: an optimizer that was n
 scaled can come to them.
 """
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.state import LossScaling
 
 _NAMES = ("skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts")
@@ -70,12 +70,11 @@ def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
     if found != expected or not keys - found <= {*_NAMES, _ENTRIES}:
         # In Keras' words, but not by its method: that counts our names, and goes by
         # number if the sum happens to be the same.
-        warnings.warn(
+        warn(
             f"Skipping variable loading for optimizer '{optimizer.name}', because it "
             f"has {len(expected)} variables whereas the saved optimizer has "
             f"{len(found)} variables. "
-            + ("" if optimizer.built else "It has not been built yet."),
-            stacklevel=3,
+            + ("" if optimizer.built else "It has not been built yet.")
         )
         return True
     keys -= _counts_of_other_variables(optimizer, scaling, store, keys)
@@ -95,11 +94,10 @@ def _counts_of_other_variables(
     shape = np.shape(store[counts.name]) if counts.name in keys else counts.shape
     if len(shape) != 2 or shape[0] != counts.shape[0] or shape == tuple(counts.shape):
         return set()
-    warnings.warn(
+    warn(
         f"Optimizer '{optimizer.name}' has {counts.shape[1]} variables to train, "
         f"whereas the saved optimizer has {shape[1]}. The counts of their gradients "
-        "that were not finite start anew; all else of it is loaded.",
-        stacklevel=4,
+        "that were not finite start anew; all else of it is loaded."
     )
     return {counts.name}
 

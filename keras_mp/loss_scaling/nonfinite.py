@@ -91,6 +91,17 @@ def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
     ]
 
 
+def newest_step(counts: Any, variables: Sequence[Any]) -> tuple[int, str]:
+    """Returns the number of the last such step, and what was not finite where.
+
+    "inf in conv2d/bias": of a variable that had both before, "inf, nan".
+    """
+    rows = ops.convert_to_numpy(counts)
+    last = rows[4] == rows[4].max()
+    kind = _kind(int(rows[1][last].sum()), int(rows[2][last].sum()))
+    return int(rows[4].max()), f"{kind} in {named(newest(counts, variables))}"
+
+
 def named(paths: Sequence[str]) -> str:
     """The first of these paths, as a message has them."""
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""

@@ -502,15 +502,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Keras' four keys, and those of ours that differ from their default."""
         config = super().get_config()
+        ours = self._not_default().items()
+        return {**config, **{k: value for k, value in ours if k not in config}}
+
+    def _not_default(self) -> dict[str, Any]:
+        """The arguments about loss scaling that differ from their default."""
         rule = self._loss_scaling.rule
-        ours = {
-            f.name: getattr(rule, f.name)
-            for f in dataclasses.fields(rule)
-            if f.name not in config and getattr(rule, f.name) != f.default
-        }
+        fields = dataclasses.fields(rule)
+        found = {f.name: getattr(rule, f.name) for f in fields}
+        found = {f.name: found[f.name] for f in fields if found[f.name] != f.default}
         if self.max_consecutive_skips is not None:
-            ours["max_consecutive_skips"] = self.max_consecutive_skips
-        return {**config, **ours}
+            found["max_consecutive_skips"] = self.max_consecutive_skips
+        return found
+
+    def __repr__(self) -> str:
+        # Of what Python knows: the scale itself is on the device.
+        parts = [type(self.inner_optimizer).__name__]
+        parts += [f"{name}={value!r}" for name, value in self._not_default().items()]
+        return f"LossScaleOptimizer({', '.join(parts)})"
 
     @classmethod
     def from_config(

@@ -3,11 +3,11 @@
 It reads the device, which waits for the steps under way: so not at every step.
 """
 
-import warnings
 from typing import Any
 
 from keras import ops
 
+from keras_mp.display.messages import warn
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scaling.nonfinite import named, newest
 from keras_mp.loss_scaling.rule import LossScaleState
@@ -66,11 +66,10 @@ class SkipWatch:
                 f"{skips} steps in a row had gradients that are not finite, {where}, "
                 f"and max_consecutive_skips={most}. {_REMEDY}"
             )
-        warnings.warn(
+        warn(
             f"{broken} of {total} skipped steps were broken whatever the loss scale: "
             "the loss itself was not finite, or gradients at a scale that goes no "
-            f"lower. Seen {where}. The scale was not lowered for them. {_REMEDY}",
-            stacklevel=2,
+            f"lower. Seen {where}. The scale was not lowered for them. {_REMEDY}"
         )
 
 

@@ -15,8 +15,9 @@ call says otherwise, and what was seen inside a trace may happen again unseen.
 import contextlib
 import enum
 import threading
-import warnings
 from collections.abc import Iterator
+
+from keras_mp.display.messages import warn
 
 _thread = threading.local()
 
@@ -133,4 +134,4 @@ class GradientStage:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(message, stacklevel=4)
+            warn(message)

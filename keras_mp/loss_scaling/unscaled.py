@@ -7,11 +7,11 @@ trace: nothing fails, and nothing learns.
 
 import contextlib
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keras_mp.display.messages import warn
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.inner_optimizer import parts_of
 from keras_mp.loss_scaling.nonfinite import named
@@ -63,15 +63,14 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
     if not paths:
         return
     leave_alone(optimizer)
-    warnings.warn(
+    warn(
         f"Optimizer {optimizer.name!r} updates layers that compute in float16 "
         f"({named(sorted(paths))}), and no loss was scaled for it: gradients below "
         "2**-24 are lost. Write `optimizer = keras_mp.LossScaleOptimizer(optimizer)` "
         "where you create it, and `loss = optimizer.scale_loss(loss)` before you take "
         "the gradients (`optimizer.stateless_scale_loss(optimizer_variables, loss)` "
         "in a function that JAX traces). With `loss_scale_factor=1.0` an optimizer is "
-        "left as it is.",
-        stacklevel=3,
+        "left as it is."
     )
 
 

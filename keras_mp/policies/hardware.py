@@ -102,8 +102,8 @@ def recommend(devices: Iterable[Device]) -> Recommendation:
     if not gpus:
         return because(
             "float32",
-            "There is no GPU or TPU here, and on a CPU mixed precision is "
-            "slower than float32.",
+            "There is no GPU or TPU here, and on a CPU trainings in mixed "
+            "precision are rarely faster than in float32.",
         )
 
     for gpu in gpus:

@@ -6,12 +6,12 @@ float16 on any backend, such as a Fourier transform.
 """
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from keras_mp.display.messages import warn
 from keras_mp.policies.choosing import (
     decision_for,
     first_call,
@@ -51,11 +51,10 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
         except Exception:
             restore_decisions(before)
             raise error from None
-    warnings.warn(
+    warn(
         f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
         f"from here on. Declare it with `@keras_mp.keep_float32` on the class "
-        f"{type(layer).__name__}, or cast in its `call`: `ops.cast(y, x.dtype)`.",
-        stacklevel=3,
+        f"{type(layer).__name__}, or cast in its `call`: `ops.cast(y, x.dtype)`."
     )
     return result
 

@@ -1,12 +1,12 @@
 """Policies that reach no layer: set too late, or for a path that no layer has."""
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
+from keras_mp.display.messages import warn
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import layer_path, policy_of
@@ -25,7 +25,7 @@ def warn_of_unreached(model: Any) -> bool:
     if model not in _examined and all(x.built for x in private.layers_in(model)):
         _examined.add(model)
         for path, sentence, remedy in unreached(model):
-            warnings.warn(f"{path} {sentence} {remedy}", stacklevel=3)
+            warn(f"{path} {sentence} {remedy}")
     return model in _examined
 
 
@@ -42,7 +42,7 @@ def warn_of_unmatched(model: Any, policy: Any) -> None:
     is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
     policies = [policy.default_policy, *policy.values()] if is_map else [policy]
     for path, sentence, remedy in _unmatched(model, layers, map(chooser_of, policies)):
-        warnings.warn(f"{path} {sentence} {remedy}", stacklevel=3)
+        warn(f"{path} {sentence} {remedy}")
 
 
 def unreached(model: Any) -> Iterator[tuple[str, str, str]]:

@@ -2,7 +2,6 @@
 
 import functools
 import numbers
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from keras_mp.diagnostics.comparison.training import (
     train_once,
 )
 from keras_mp.diagnostics.data import TrainingData
+from keras_mp.display.messages import warn
 from keras_mp.display.progress_bar import check_verbose, progress_bar
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.rule import check_whole_number
@@ -115,7 +115,7 @@ def compare(
     finally:
         private.set_names_given(names)  # Keras goes on counting from there.
     for text in warned:
-        warnings.warn(text, stacklevel=2)
+        warn(text)
     notes = [
         f"{label} is {policy!r}."
         for label, policy in chosen.items()
@@ -123,7 +123,7 @@ def compare(
     ]
     kinds = {device.kind for device in recommended_policy().devices}
     if kinds == {"cpu"} and any(t.seconds_per_step for t in trainings):
-        notes.append("These are the times of a CPU: an accelerator's are others.")
+        notes.append("Timed on a CPU. A GPU or TPU will differ.")
     return Comparison(
         backend=keras.backend.backend(),
         policies=tuple(chosen),

@@ -29,16 +29,17 @@ class Comparison(Outcomes):
             if judged := list(self._judged(policy)):
                 sentences.append(f"{policy}: {'; '.join(judged)}.")
         sentences.append(
-            _cost("Time per step", base, {p: self.time(p) for p in others})
-            or "Time per step was not measured: it takes more steps, or a second epoch."
+            _cost("Step time", base, {p: self._time_against(p) for p in others})
+            or "Step time was not measured: it takes more steps, or a second epoch."
         )
         sentences.append(
-            _cost("Peak memory", base, {p: self.memory(p) for p in others})
+            _cost("Peak memory", base, {p: self._memory_against(p) for p in others})
             or f"Peak memory was not measured: {engine.why_no_memory}."
         )
         for policy in self.policies:
-            if skips := sum(t.skipped_steps or 0 for t in self.of(policy)):
-                sentences.append(f"{policy} skipped {skips} steps.")
+            if any(t.skipped_steps for t in self.of(policy)):
+                each = f" with each of {self._seeds}" if len(self.seeds) > 1 else ""
+                sentences.append(f"{policy} skipped {self._skips(policy)} steps{each}.")
         return [*sentences, *self.notes]
 
     def __str__(self) -> str:
@@ -142,7 +143,7 @@ class Comparison(Outcomes):
         if any(t.diverged for t in self.trainings):
             counts = [sum(bool(t.diverged) for t in self.of(p)) for p in self.policies]
             yield "diverged", [(f"{count} of {self._seeds}", "") for count in counts]
-        yield "time per step", [self._time(p) for p in self.policies]
+        yield "step time", [self._time(p) for p in self.policies]
         yield "peak memory", [self._memory(p) for p in self.policies]
         yield "skipped steps", [(self._skips(p), "") for p in self.policies]
 
@@ -154,14 +155,33 @@ class Comparison(Outcomes):
         return _mean_and_spread(self.values(policy, metric)), by + difference.verdict
 
     def _time(self, policy: str) -> tuple[str, str]:
-        seconds = [t.seconds_per_step for t in self.of(policy)]
-        mean = _mean_and_spread([1000 * x for x in seconds if x])
-        return f"{mean} ms" if mean else "not measured", str(self.time(policy) or "")
+        mean = _mean_and_spread([1000 * x for x in self._seconds(policy)])
+        return f"{mean} ms" if mean else "not measured", self._time_against(policy)
 
     def _memory(self, policy: str) -> tuple[str, str]:
-        peaks = [t.peak_memory for t in self.of(policy) if t.peak_memory is not None]
-        mean = in_bytes(round(statistics.fmean(peaks))) if peaks else "not measured"
-        return mean, str(self.memory(policy) or "")
+        peaks = self._peaks(policy)
+        if not peaks:
+            return "not measured", ""
+        # With digits enough for the ratio beside it.
+        mean = in_bytes(round(statistics.fmean(peaks)), digits=3)
+        return mean, self._memory_against(policy)
+
+    def _seconds(self, policy: str) -> list[float]:
+        return [t.seconds_per_step for t in self.of(policy) if t.seconds_per_step]
+
+    def _peaks(self, policy: str) -> list[int]:
+        return [t.peak_memory for t in self.of(policy) if t.peak_memory]
+
+    def _time_against(self, policy: str) -> str:
+        """How many times the base's: no verdict on one seed, or if seeds disagree."""
+        found = self.time(policy)
+        if found is not None and len(self.seeds) == 1:
+            return spread.NO_SPREAD
+        return _times(found, self._seconds(self.policies[0]), self._seconds(policy))
+
+    def _memory_against(self, policy: str) -> str:
+        found = self.memory(policy)
+        return _times(found, self._peaks(self.policies[0]), self._peaks(policy))
 
     def _skips(self, policy: str) -> str:
         every = [t.skipped_steps for t in self.of(policy)]
@@ -171,9 +191,23 @@ class Comparison(Outcomes):
         return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def _cost(what: str, base: str, ratios: dict[str, Ratio | None]) -> str:
-    each = ", ".join(f"{policy} {ratio}" for policy, ratio in ratios.items() if ratio)
-    return f"{what}, in that of {base}: {each}." if each else ""
+def _cost(what: str, base: str, against: dict[str, str]) -> str:
+    found = {policy: text for policy, text in against.items() if text}
+    if spread.NO_SPREAD in found.values():
+        return f"{what} is not compared: one seed has no spread. Give `seeds=3`."
+    each = "; ".join(f"{policy} {text}" for policy, text in found.items())
+    return f"{what} against {base}, lower is better: {each}." if each else ""
+
+
+def _times(found: Ratio | None, base: Sequence[float], other: Sequence[float]) -> str:
+    """The ratio of the two means, which are printed, and the range over the seeds."""
+    if found is None:
+        return ""
+    mean = statistics.fmean(other) / statistics.fmean(base)
+    low, high = min(found.lowest, mean), max(found.highest, mean)
+    if low < 1 < high:
+        return f"unclear: {low:.2f}x to {high:.2f}x"
+    return str(Ratio(mean, low, high))
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

@@ -81,8 +81,8 @@ class Ratio(NamedTuple):
     highest: float
 
     def __str__(self) -> str:
-        median, low, high = (f"{x:.2f}" for x in self)
-        return f"{median} times" + (f" ({low} to {high})" if low != high else "")
+        median, low, high = (f"{x:.2f}x" for x in self)
+        return median + (f" ({low} to {high})" if low != high else "")
 
 
 def ratio(base: Sequence[float | None], other: Sequence[float | None]) -> Ratio | None:

@@ -1,0 +1,349 @@
+"""Each warning names the line of the user's that led to it: here, a line of this file.
+
+A traceback printed with `python -W error`, and the line under the warning, are of use
+only then.
+"""
+
+import ast
+import inspect
+import linecache
+import threading
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+from keras import layers, ops
+from test_layering import modules
+
+import keras_mp
+from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
+from keras_mp.diagnostics.breakpoint import model_file
+from keras_mp.display import messages
+
+X, Y = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
+NAN = np.full_like(X, np.nan)
+
+
+def scaled(optimizer="sgd"):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fit(model, *callbacks, x=X, **options):
+    keras.utils.set_random_seed(0)
+    model.fit(x, Y, batch_size=4, verbose=0, callbacks=list(callbacks), **options)
+
+
+# One a call of `warn` in keras_mp, by module and function ------------------------
+
+
+def nan_in_fit(folder, monkeypatch):
+    fit(scaled(), x=NAN)
+
+
+def another_optimizers_checkpoint(folder, monkeypatch):
+    other = scaled("adam")
+    fit(other)
+    other.save_weights(folder / "model.weights.h5")
+    model = scaled()
+    fit(model)
+    model.load_weights(folder / "model.weights.h5")
+
+
+def checkpoint_of_fewer_variables(folder, monkeypatch):
+    frozen = scaled()
+    frozen.layers[0].trainable = False
+    frozen.compile("sgd", "mse")
+    fit(frozen)
+    frozen.save_weights(folder / "model.weights.h5")
+    model = scaled()
+    fit(model)
+    model.load_weights(folder / "model.weights.h5")
+
+
+class NeverScales(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        variables = self.trainable_variables
+        self.optimizer.apply([ops.ones(v.shape) for v in variables], variables)
+        return {"loss": ops.zeros(())}
+
+    def jax_only(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        grads = [ops.ones_like(v) for v in trainable]
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, grads, trainable
+        )
+        return {"loss": ops.zeros(())}, (trainable, non_trainable, optimizer, metrics)
+
+    if BACKEND == "jax":
+        train_step = jax_only
+
+
+def a_train_step_that_never_scales(folder, monkeypatch):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = NeverScales()
+    model(X)
+    model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    fit(model)
+
+
+class NoHalf(layers.Layer):
+    """As an operation without a kernel for half precision, on every backend."""
+
+    def call(self, x):
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("no kernel for dtype float16")
+        return x
+
+
+def a_layer_that_mixes_dtypes(folder, monkeypatch):
+    with keras_mp.policy_scope("mixed_float16"):
+        keras.Sequential([keras.Input((3,)), layers.Dense(4), NoHalf()])
+
+
+def a_pattern_without_a_layer(folder, monkeypatch):
+    with keras_mp.policy_scope(keras_mp.MixedFloat16(float32=["nowhere"])):
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
+    model.compile("sgd", "mse")
+
+
+def a_converted_pattern_without_a_layer(folder, monkeypatch):
+    keras_mp.convert(scaled(), keras_mp.MixedFloat16(float32=["nowhere"]))
+
+
+def a_loop_that_scales_nothing(folder, monkeypatch):
+    model, optimizer = scaled(), keras.optimizers.SGD(name="plain")
+    variables = model.trainable_variables
+    grads = [ops.zeros(v.shape) for v in variables]
+    if BACKEND == "jax":
+        optimizer.build(variables)
+        state = [v.value for v in optimizer.variables]
+        optimizer.stateless_apply(state, grads, [v.value for v in variables])
+    else:
+        optimizer.apply(grads, variables)
+
+
+def a_breakpoint_that_saw_no_step(folder, monkeypatch):
+    model = scaled()
+    fit(model)
+    model.make_train_function = lambda force=False: None
+    model.train_function = model.train_function.__wrapped__
+    fit(model, OverflowBreakpoint(folder / "overflow"))
+
+
+def a_breakpoint_that_cannot_be_saved(folder, monkeypatch):
+    def full(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(model_file, "save", full)
+    fit(scaled(), OverflowBreakpoint(folder / "overflow", skips=1), x=NAN)
+
+
+def a_scale_that_keeps_falling(folder, monkeypatch):
+    model = scaled(keras_mp.LossScaleOptimizer("sgd", 2.0**60, max_scale=2.0**60))
+    fit(model, LossScaleMonitor(), x=1e3 * X, epochs=10)
+
+
+def a_comparison_of_the_same(folder, monkeypatch):
+    def build():
+        with keras_mp.policy_scope("float32"):
+            model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    two = ("float32", "mixed_float16")
+    keras_mp.compare(build, (X, Y), (X, Y), two, seeds=1, verbose=0)
+
+
+def pure_float16(folder, monkeypatch):
+    monkeypatch.setattr(keras_mp.config, "_warned_of_float16", False)
+    for name in ("float16", "float16", "mixed_float16", "bfloat16"):
+        keras_mp.set_global_policy(name)
+
+
+# What provokes the warning, a part of it, and a part of the line that it has to name.
+CALLS = {
+    "config.set_global_policy": (
+        pure_float16,
+        "Did you mean 'mixed_float16'?",
+        "keras_mp.set_global_policy(",
+    ),
+    "loss_scaling.skip_watch.look": (nan_in_fit, "were broken", "model.fit("),
+    "loss_scaling.checkpoint.load": (
+        another_optimizers_checkpoint,
+        "Skipping variable loading for optimizer 'loss_scale",
+        "model.load_weights(",
+    ),
+    "loss_scaling.checkpoint._counts_of_other_variables": (
+        checkpoint_of_fewer_variables,
+        "start anew",
+        "model.load_weights(",
+    ),
+    "loss_scaling.stage._warn": (
+        a_train_step_that_never_scales,
+        "never calls",
+        "apply(",
+    ),
+    "policies.mixed_dtypes.first_result": (
+        a_layer_that_mixes_dtypes,
+        "mixes dtypes",
+        "keras.Sequential(",
+    ),
+    "policies.reach.warn_of_unreached": (
+        a_pattern_without_a_layer,
+        "has no layer",
+        "model.compile(",
+    ),
+    "policies.reach.warn_of_unmatched": (
+        a_converted_pattern_without_a_layer,
+        "has no layer",
+        "keras_mp.convert(",
+    ),
+    "loss_scaling.unscaled.look": (
+        a_loop_that_scales_nothing,
+        "Optimizer 'plain' updates layers",
+        "apply(",
+    ),
+    "callbacks.overflow_breakpoint.on_train_end": (
+        a_breakpoint_that_saw_no_step,
+        "saw no step",
+        "model.fit(",
+    ),
+    "callbacks.overflow_breakpoint._after": (
+        a_breakpoint_that_cannot_be_saved,
+        "could not be saved",
+        "model.fit(",
+    ),
+    "callbacks.loss_scale_monitor._report": (
+        a_scale_that_keeps_falling,
+        "has fallen",
+        "model.fit(",
+    ),
+    "diagnostics.comparison.comparison.compare": (
+        a_comparison_of_the_same,
+        "no layer computes",
+        "keras_mp.compare(",
+    ),
+}
+
+
+def warned(call, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*args)
+    return caught
+
+
+def lines_of(function):
+    lines, first = inspect.getsourcelines(function)
+    return range(first, first + len(lines))
+
+
+@pytest.mark.parametrize(("provoke", "said", "line"), CALLS.values(), ids=CALLS)
+def test_it_names_the_line_of_the_user(provoke, said, line, tmp_path, monkeypatch):
+    caught = warned(provoke, tmp_path, monkeypatch)
+    (named,) = (w for w in caught if said in str(w.message))
+    assert named.filename == __file__
+    assert line in linecache.getline(__file__, named.lineno)
+
+
+def calls_of_warn():
+    """Where keras_mp warns, by module and function."""
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Call):
+                        called = ast.unparse(node.func)
+                        if called.split(".")[-1] in ("warn", "warn_explicit"):
+                            yield f"{name}.{function.name}", called
+
+
+@pytest.mark.once
+def test_every_warning_is_in_the_table_above():
+    found = [*calls_of_warn()]
+    inside = {(where, what) for where, what in found if "display.messages" in where}
+    assert inside == {
+        ("display.messages.warn", "warnings.warn_explicit"),
+        ("display.messages.warnings_at_the_user", "warn"),
+    }
+    others = [call for call in found if call not in inside]
+    assert {what for _, what in others} == {"warn"}, "Use keras_mp.display.messages."
+    assert {where for where, _ in others} == {*CALLS}
+
+
+def test_in_a_thread_without_a_line_of_the_user_it_is_told_all_the_same():
+    def call():
+        thread = threading.Thread(target=messages.warn, args=("from afar",))
+        thread.start()
+        thread.join()
+
+    (warning,) = warned(call)
+    assert str(warning.message) == "from afar"
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has AutoGraph")
+def test_in_a_function_that_autograph_rewrote_it_is_the_line_that_called_it():
+    """The file that AutoGraph writes is gone when the warning is read."""
+    import tensorflow as tf
+
+    variables = [keras.Variable(np.ones(2, "float32"))]
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.build(variables)
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient], variables)
+
+    def call():
+        step(tf.ones(2))
+
+    (warning,) = warned(call)
+    assert "no loss was ever scaled" in str(warning.message)
+    assert warning.filename == __file__ and warning.lineno in lines_of(call)
+
+
+def test_a_script_that_python_runs_as_a_module_is_a_place_like_any_other():
+    class Loader:  # As that of `python -m`: asked for the source it raises.
+        def get_source(self, name):
+            raise ImportError("cannot handle __main__")
+
+    script = compile("warn('in a script')", "script.py", "exec")
+    names = {"__name__": "__main__", "__loader__": Loader(), "warn": messages.warn}
+    (warning,) = warned(lambda: exec(script, names))
+    assert (warning.filename, warning.lineno) == ("script.py", 1)
+
+
+def test_a_warning_is_shown_once_a_line_as_pythons_own_are():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            messages.warn("again")
+        messages.warn("again")
+    assert len(caught) == 2
+
+
+class Own(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+@pytest.mark.parametrize("given", [{"input_shape": (3,)}, {"input_dim": 3}])
+@pytest.mark.parametrize("make", [lambda **given: layers.Dense(2, **given), Own])
+def test_keras_warning_of_an_input_shape_names_the_line_of_the_user(make, given):
+    (warning,) = warned(lambda: make(**given))
+    assert str(warning.message).startswith("Do not pass an `input_shape`")
+    assert warning.filename == __file__
+    assert warning.lineno in lines_of(make.__init__ if make is Own else make)
