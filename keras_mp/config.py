@@ -1,6 +1,7 @@
 """The global policy."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ from keras_mp.display.messages import warn
 from keras_mp.keras_seams import private
 from keras_mp.policies.policy import Policy
 
-# What `set_global_policy` has set last. Keras keeps a policy for each thread alone, and
-# `clear_session` forgets it.
+# The last word of `set_global_policy`, or of Keras' setter after it. Keras keeps a
+# policy for each thread alone, and `clear_session` forgets it.
 _of_process: keras.DTypePolicy | None = None
+_thread = threading.local()
 
 _warned_of_float16 = False
 
@@ -65,7 +67,7 @@ def set_global_policy(policy: Any) -> None:
             "'mixed_float16'? For float16 weights, in a model that only predicts, "
             "`keras.DTypePolicy('float16')` gives no warning."
         )
-    keras.config.set_dtype_policy(_of_process)
+    private.set_policy_of_thread(_of_process)
 
 
 def _policy(policy: Any) -> keras.DTypePolicy:
@@ -79,7 +81,18 @@ def _policy(policy: Any) -> keras.DTypePolicy:
 def restore_global_policy() -> None:
     """Sets the policy of the process in a thread that has none, or none any more."""
     if _of_process is not None and private.policy_of_thread() is None:
-        keras.config.set_dtype_policy(_of_process)
+        private.set_policy_of_thread(_of_process)
+
+
+def note_global_policy() -> None:
+    """Takes what Keras' setter has just set for the policy of the process.
+
+    Unless keras_mp has set none before: then everything is as in Keras. What is set
+    within a `policy_scope` ends with it.
+    """
+    global _of_process
+    if _of_process is not None and not getattr(_thread, "in_scope", False):
+        _of_process = private.policy_of_thread()
 
 
 def global_policy() -> keras.DTypePolicy:
@@ -99,9 +112,11 @@ def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
     Yields:
         The policy object in force within the block.
     """
-    before = global_policy()
-    keras.config.set_dtype_policy(_policy(policy))
+    before, outer = global_policy(), getattr(_thread, "in_scope", False)
+    private.set_policy_of_thread(_policy(policy))
+    _thread.in_scope = True
     try:
         yield global_policy()
     finally:
-        keras.config.set_dtype_policy(before)
+        _thread.in_scope = outer
+        private.set_policy_of_thread(before)

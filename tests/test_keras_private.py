@@ -155,6 +155,12 @@ def test_a_thread_has_no_policy_until_somebody_asks():
     assert private.policy_of_thread() is policy
 
 
+def test_the_policy_of_a_thread_can_be_set():
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    private.set_policy_of_thread(policy)
+    assert keras.config.dtype_policy() is policy
+
+
 def test_keras_looks_the_global_policy_up_in_one_module(monkeypatch):
     monkeypatch.setattr(private.policy_module, "dtype_policy", lambda: "mine")
     assert keras.dtype_policies.get(None) == "mine"

@@ -73,14 +73,48 @@ def test_the_global_policy_holds_in_threads_that_start_later(mixed_float16):
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
 
-def test_what_keras_or_a_scope_sets_holds_in_its_thread_alone(mixed_float16):
-    def policy():
-        return keras.config.dtype_policy().name
+def name_in_force():
+    return keras.config.dtype_policy().name
 
+
+def test_what_a_scope_sets_holds_in_its_thread_alone(mixed_float16):
     with keras_mp.policy_scope("mixed_bfloat16"):
-        assert (policy(), in_a_thread(policy)) == ("mixed_bfloat16", "mixed_float16")
-    keras.config.set_dtype_policy("float32")
-    assert (policy(), in_a_thread(policy)) == ("float32", "mixed_float16")
+        here, elsewhere = name_in_force(), in_a_thread(name_in_force)
+    assert (here, elsewhere) == ("mixed_bfloat16", "mixed_float16")
+
+
+@pytest.mark.parametrize(
+    ("module", "setter"),
+    [
+        (keras.config, "set_dtype_policy"),
+        (keras.mixed_precision, "set_dtype_policy"),
+        (keras.mixed_precision, "set_global_policy"),
+    ],
+)
+def test_the_last_word_counts_whoever_says_it(module, setter, mixed_float16):
+    getattr(module, setter)("float32")
+    keras.utils.clear_session()
+    assert (name_in_force(), in_a_thread(name_in_force)) == ("float32", "float32")
+    assert keras_mp.global_policy().name == layers.Dense(1).dtype_policy.name
+    keras_mp.set_global_policy("mixed_bfloat16")
+    keras.utils.clear_session()
+    assert name_in_force() == in_a_thread(name_in_force) == "mixed_bfloat16"
+
+
+def test_what_keras_setter_says_in_a_scope_ends_with_it(mixed_float16):
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        keras.config.set_dtype_policy("float32")
+        assert name_in_force() == "float32"
+    assert name_in_force() == "mixed_float16"
+    keras.utils.clear_session()
+    assert name_in_force() == "mixed_float16"
+
+
+def test_a_name_that_keras_refuses_is_no_last_word(mixed_float16):
+    with pytest.raises(ValueError):
+        keras.config.set_dtype_policy("mixed_float61")
+    keras.utils.clear_session()
+    assert name_in_force() == "mixed_float16"
 
 
 @pytest.mark.filterwarnings("ignore:.*Did you mean .mixed_float16")

@@ -82,6 +82,11 @@ def policy_of_thread() -> Any:
     return _global_state.get_global_attribute("dtype_policy")
 
 
+def set_policy_of_thread(policy: Any) -> None:
+    """Sets the global policy of this thread, which Keras' setter does for the user."""
+    _global_state.set_global_attribute("dtype_policy", policy)
+
+
 # Where classes come from -----------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Optimizer.apply              names an optimizer that float16 layers need scaled
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
+    keras.config.set_dtype_policy  has the last word about it
 
 and what the backend's `repairs` name:
 
@@ -35,7 +36,7 @@ import keras
 
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import ONCE, any_measured
-from keras_mp.config import restore_global_policy
+from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage, unscaled
@@ -93,22 +94,25 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     ]
     # `keras.ops` looks an operation up in one of these.
     backend = private.backend_nn, private.backend_numpy
-    getters, repairs = _policy_getters(), engine.repairs().items()
+    repairs = engine.repairs().items()
     return [
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
-        *((name, _home(name, place), _dtype_policy) for name, place in getters),
+        *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
     ]
 
 
-def _policy_getters() -> list[tuple[str, Any]]:
-    """Where the function that returns the global policy is looked up."""
+def _of_policies() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
+    """Where the functions that return and set the global policy are looked up."""
     return [
-        ("dtype_policy", private.policy_module),
-        ("dtype_policy", keras.config),
-        ("dtype_policy", keras.mixed_precision),
-        ("global_policy", keras.mixed_precision),
+        *(("dtype_policy", place, _dtype_policy) for place in _policy_modules),
+        *(("set_dtype_policy", place, _set_dtype_policy) for place in _policy_modules),
+        ("global_policy", keras.mixed_precision, _dtype_policy),
+        ("set_global_policy", keras.mixed_precision, _set_dtype_policy),
     ]
+
+
+_policy_modules = (private.policy_module, keras.config, keras.mixed_precision)
 
 
 def _home(name: str, *places: Any) -> Any:
@@ -131,6 +135,14 @@ def _dtype_policy(original: Callable) -> Callable:
         return original()
 
     return dtype_policy
+
+
+def _set_dtype_policy(original: Callable) -> Callable:
+    def set_dtype_policy(policy: Any) -> None:
+        original(policy)
+        note_global_policy()
+
+    return set_dtype_policy
 
 
 def _layer_init(original: Callable) -> Callable:

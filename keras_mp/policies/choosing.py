@@ -109,11 +109,11 @@ def first_call(layer: Any) -> Iterator[None]:
     before = keras.config.dtype_policy()
     chooser = decision.chooser or chooser_of(decision.policy)
     policy = decision.policy if decision.includes_children else chooser
-    keras.config.set_dtype_policy(policy or before)
+    private.set_policy_of_thread(policy or before)
     try:
         yield
     finally:
-        keras.config.set_dtype_policy(before)
+        private.set_policy_of_thread(before)
 
 
 def keep_output_in_float32(layer: Any) -> bool:
