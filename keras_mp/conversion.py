@@ -21,7 +21,6 @@ _CHANGED = (
     "_keras_mp_decision",
     "_keras_mp_chosen",
 )
-_FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def convert(model: Any, policy: Any) -> Any:
@@ -93,7 +92,7 @@ def convert(model: Any, policy: Any) -> Any:
         if isinstance(layer, keras.Model):
             if layer.compiled:
                 rescale_optimizer(layer)
-            _forget_traces(layer)
+            symbolic.forget_traces(layer)
     warn_of_unmatched(model, policy)
     return model
 
@@ -167,9 +166,3 @@ def _recast_constants(layers: list[Any]) -> None:
                 layer.finalize_state()
             else:
                 private.build_again(layer)
-
-
-def _forget_traces(model: Any) -> None:
-    for name in _FUNCTIONS:
-        if getattr(model, name, None) is not None:
-            getattr(model, f"make_{name}")(force=True)

@@ -167,6 +167,87 @@ def test_a_layer_without_weights_is_an_output_layer_as_well(mixed_float16):
     assert model.predict(X, verbose=0).dtype == "float32"
 
 
+class Shared:
+    """An encoder and a model around it, with layers in common."""
+
+    def __init__(self):
+        inputs = keras.Input((2,))
+        self.code = layers.Bidirectional(layers.LSTM(2, return_sequences=True))
+        code = self.code(layers.Reshape((1, 2))(inputs))
+        self.encoder = keras.Model(inputs, code)
+        self.head = layers.Dense(1)
+        self.whole = keras.Model(inputs, self.head(code))
+
+    def dtypes(self):
+        inner = self.code.forward_layer, self.code.forward_layer.cell
+        within = {layer.compute_dtype for layer in (self.code, *inner)}
+        (code,) = within  # It is of one precision throughout.
+        return code, self.head.compute_dtype
+
+
+@pytest.mark.parametrize("first", ["encoder", "whole"])
+def test_what_is_hidden_in_a_compiled_model_is_no_head_of_another(first, mixed_float16):
+    shared = Shared()
+    second = "whole" if first == "encoder" else "encoder"
+    compiled(getattr(shared, first))
+    compiled(getattr(shared, second))
+    assert shared.dtypes() == ("float16", "float32")
+    assert shared.encoder.output.dtype == "float16"
+    assert shared.whole.output.dtype == "float32"
+    assert shared.encoder.predict(X, verbose=0).dtype == "float32"
+
+
+def test_a_head_alone_is_one_until_the_other_model_is_compiled(mixed_float16):
+    shared = Shared()
+    compiled(shared.encoder)
+    assert shared.dtypes() == ("float32", "float16")
+    shared.encoder.fit(X, np.ones((len(X), 1, 4)), verbose=0)
+    compiled(shared.whole)
+    assert shared.dtypes() == ("float16", "float32")
+    shared.encoder.fit(X, np.ones((len(X), 1, 4)), verbose=0)
+    shared.whole.fit(X, np.ones((len(X), 1, 1)), verbose=0)
+    keras_mp.convert(shared.encoder, "mixed_float16")
+    assert shared.dtypes() == ("float16", "float32")
+
+
+def test_a_model_that_was_compiled_and_then_nested_gives_its_head_up(mixed_float16):
+    inner = compiled(sequential(layers.Dense(3), layers.Dense(4)))
+    assert inner.layers[-1].compute_dtype == "float32"
+    outer = compiled(sequential(inner, layers.Dense(1)))
+    assert inner.layers[-1].compute_dtype == "float16"
+    assert outer.layers[-1].compute_dtype == "float32"
+
+
+def test_nesting_and_calling_alone_leave_a_head_what_it_is(mixed_float16):
+    model = compiled(sequential(layers.Dense(3), layers.Dense(4)))
+    serving = keras.Sequential([model, layers.Softmax()])
+    assert serving.predict(X, verbose=0).dtype == "float32"
+    layers.Dense(1)(model.output)
+    assert model.layers[-1].compute_dtype == "float32"
+    compiled(model)
+    assert model.layers[-1].compute_dtype == "float32"
+
+
+def test_a_discriminator_in_two_compiled_models_keeps_its_head(mixed_float16):
+    discriminator = compiled(sequential(layers.Dense(3), layers.Dense(1)))
+    generator = sequential(layers.Dense(2))
+    compiled(keras.Sequential([keras.Input((2,)), generator, discriminator]))
+    assert discriminator.layers[-1].compute_dtype == "float32"
+    assert generator.layers[-1].compute_dtype == "float16"
+
+
+def test_an_output_that_loses_its_loss_is_half_again(mixed_float16):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(2)(inputs)])
+    for losses, dtypes in (
+        (["mse", "mse"], ["float32", "float32"]),
+        (["mse", None], ["float32", "float16"]),
+    ):
+        model.compile("sgd", losses)
+        assert [layer.compute_dtype for layer in model.layers[1:]] == dtypes
+        assert [t.dtype for t in model.outputs] == dtypes
+
+
 def test_integer_outputs_stay_integers(mixed_float16):
     inputs = keras.Input((2,))
     kind = keras.ops.argmax(layers.Dense(3)(inputs), axis=-1)

@@ -46,7 +46,7 @@ from keras_mp.loss_scaling.models import (
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import inputs, mixed_dtypes, outputs, saving, symbolic
+from keras_mp.policies import inputs, mixed_dtypes, outputs, saving
 from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.reach import warn_of_unreached
@@ -268,9 +268,7 @@ def _compile(original: Callable) -> Callable:
         if not automatic:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             private.compile_config(self)["auto_scale_loss"] = False
-        changed = outputs.keep_outputs_in_float32(self)
-        if changed:
-            symbolic.refresh(self, changed)
+        outputs.note_compiled(self)
         scale_optimizers(self)
         warn_of_unreached(self)
         return result

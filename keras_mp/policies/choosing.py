@@ -122,7 +122,21 @@ def keep_output_in_float32(layer: Any) -> bool:
     decision = decision_for(layer)
     if decision is None or decision.includes_children:
         return False
-    _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT))
+    chooser = decision.chooser or chooser_of(decision.policy)
+    _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT, chooser))
+    return True
+
+
+def take_output_back(layer: Any) -> bool:
+    """Undoes `keep_output_in_float32`."""
+    decision = decision_for(layer)
+    if decision is None or decision.rule is not OUTPUT or decision.chooser is None:
+        return False
+    # From the inside: what a wrapper computes in depends on what it wraps.
+    for part in reversed(private.layers_in(layer)):
+        # Keras copies a tuple that becomes an attribute.
+        if decision_for(part) == decision:
+            _set(part, decision.chooser.decide(part))
     return True
 
 

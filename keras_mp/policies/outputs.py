@@ -4,6 +4,7 @@ A cast at the end makes no value better. It is for programs that go on with the 
 in float32, where TensorFlow does not mix dtypes.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,46 @@ import keras
 from keras import ops
 
 from keras_mp.keras_seams import private
-from keras_mp.policies.choosing import decision_for, keep_output_in_float32
+from keras_mp.policies import symbolic
+from keras_mp.policies.choosing import (
+    decision_for,
+    keep_output_in_float32,
+    take_output_back,
+)
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
 from keras_mp.policies.policy import HALF, chooser_of
+
+# The compiled models with a graph, each with the ids of the layers that none of its
+# losses reads.
+_hidden: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def note_compiled(model: Any) -> None:
+    """Decides anew, of a model that was just compiled, which layers are its heads.
+
+    A layer that a loss reads is one, and no layer that another compiled model has in
+    its middle: that one's loss is computed from float32 anyway. What a model is called
+    in, or nested in without being compiled, is no matter.
+    """
+    changed = []
+    if is_graph(model):
+        heads = [x for head in _output_layers(model) for x in private.layers_in(head)]
+        of_heads = set(map(id, heads))
+        inside = [x for x in private.layers_in(model) if id(x) not in of_heads]
+        _hidden[model] = {id(layer) for layer in inside}
+        changed = [layer for layer in inside if take_output_back(layer)]
+    if changed := changed + keep_outputs_in_float32(model):
+        symbolic.refresh(model, changed)
+        _follow(model, {id(layer) for layer in changed})
+
+
+def _follow(model: Any, changed: set[int]) -> None:
+    """Lets other compiled models know that layers of theirs have changed."""
+    for other in [other for other in _hidden if other is not model]:
+        theirs = [x for x in private.layers_in(other) if id(x) in changed]
+        if theirs:
+            symbolic.refresh(other, theirs)
+            symbolic.forget_traces(other)
 
 
 def keep_outputs_in_float32(model: Any) -> list[Any]:
@@ -21,13 +59,20 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
 
     Only layers for which a policy of ours has decided: what the user said explicitly
     for a layer wins. A layer made of layers, and an output that `compile` was given no
-    loss for, are no heads: they stay, and so do subclassed models.
+    loss for, are no heads: they stay, and so do subclassed models, and what is in the
+    middle of another compiled model.
 
     Returns:
         The layers that have changed.
     """
-    layers = [layer for layer in _output_layers(model) if not is_composite(layer)]
-    return [layer for layer in layers if keep_output_in_float32(layer)]
+    hidden = {i for other, ids in _hidden.items() if other is not model for i in ids}
+    return [
+        layer
+        for layer in _output_layers(model)
+        if not is_composite(layer)
+        and id(layer) not in hidden
+        and keep_output_in_float32(layer)
+    ]
 
 
 def in_float32(model: Any, outputs: Any) -> Any:

@@ -44,6 +44,13 @@ def call_again(model: Any) -> None:
         _call(model, *call)
 
 
+def forget_traces(model: Any) -> None:
+    """Lets a model trace anew what it has traced: traces keep the dtypes they had."""
+    for name in ("train_function", "test_function", "predict_function"):
+        if getattr(model, name, None) is not None:
+            getattr(model, f"make_{name}")(force=True)
+
+
 def nodes_of(layer: Any) -> Iterator[Any]:
     """The calls that the graphs in a layer consist of, from inputs to outputs.
 
