@@ -12,15 +12,7 @@ from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import keep_outputs_in_float32
 from keras_mp.policies.policy import HALF, Policy
 from keras_mp.policies.reach import warn_of_unmatched
-
-# The attributes of a layer that a conversion changes.
-_CHANGED = (
-    private.DTYPE_POLICY,
-    private.CONVERT_INPUTS,
-    "_keras_mp_keeps_input_dtypes",
-    "_keras_mp_decision",
-    "_keras_mp_chosen",
-)
+from keras_mp.policies.record import Precision, record_of
 
 
 def convert(model: Any, policy: Any) -> Any:
@@ -64,7 +56,7 @@ def convert(model: Any, policy: Any) -> Any:
         _refuse_other_variables(layer, _policy_at(policy, layer))
 
     without_graph = [layer for layer in layers if _can_be_called(layer)]
-    before = [(vars(layer), _state(layer)) for layer in layers]
+    before = Precision(layers)
     try:
         _choose(model, layers, policy)
         _recast_constants(layers)
@@ -72,10 +64,7 @@ def convert(model: Any, policy: Any) -> Any:
         for layer in without_graph:
             symbolic.call_again(layer)
     except Exception as error:
-        for attributes, state in before:
-            for name in _CHANGED:
-                attributes.pop(name, None)
-            attributes.update(state)
+        before.put_back()
         _recast_constants(layers)
         symbolic.refresh(model)
         if not isinstance(error, symbolic.SymbolicCallError):
@@ -141,15 +130,11 @@ def _refuse_other_variables(layer: Any, policy: Any) -> None:
             )
 
 
-def _state(layer: Any) -> dict[str, Any]:
-    return {name: vars(layer)[name] for name in _CHANGED if name in vars(layer)}
-
-
 def _choose(model: Any, layers: list[Any], policy: Any) -> None:
     for layer in layers:
         private.set_policy(layer, policy_of(layer))  # Out of a map that others share.
         layer.dtype_policy = _policy_at(policy, layer)
-        vars(layer).pop("_keras_mp_decision", None)
+        record_of(layer).decision = None
     # Parents come before their children, which follow what the parents decide. A layer
     # that is not built chooses at its first call.
     for layer in layers:

@@ -1,18 +1,19 @@
 """What a train step of `fit` returns: its logs, without the step if it was skipped."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
-# Set on a model whose logs are to hold the loss scale; to UNDERFLOW if they are to hold
-# the share of gradients that underflow, too.
-MONITORED = "_keras_mp_monitored"
-UNDERFLOW = "underflow"
-# Set on a model: a function (train function, its arguments) -> its result, which makes
-# the next call of the train function in place of `fit`. It goes with that call.
-ONCE = "_keras_mp_once"
+# The models whose logs are to hold the loss scale, and with UNDERFLOW the share of
+# gradients that underflow, too.
+monitored: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+SCALE, UNDERFLOW = "scale", "underflow"
+# Model -> a weak reference to a function (train function, its arguments) -> its result,
+# which makes the next call of the train function in place of `fit`. It goes with that.
+next_calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def logs_of_step(
@@ -32,7 +33,7 @@ def logs_of_step(
     if undone is not False:
         results = model.get_metrics_result()
         logs = _without_step(logs, results, ops.logical_and(undone, measured))
-    if MONITORED not in vars(model):
+    if model not in monitored:
         return logs
     # Among a step's own results they reach every logger, and no step waits for them.
     logs = {

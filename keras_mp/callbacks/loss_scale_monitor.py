@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.train_step import MONITORED, UNDERFLOW
+from keras_mp.backends.train_step import SCALE, UNDERFLOW, monitored
 from keras_mp.display.messages import show_message, warn
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import newest_step
@@ -56,10 +56,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Puts the loss scale into the train step's results, which is made anew."""
         super().set_model(model)
-        attributes = vars(model)
-        wanted = UNDERFLOW if self.underflow else True
-        if attributes.get(MONITORED) not in (wanted, UNDERFLOW):
-            attributes[MONITORED] = wanted
+        wanted = UNDERFLOW if self.underflow else SCALE
+        if monitored.get(model) not in (wanted, UNDERFLOW):
+            monitored[model] = wanted
             model.train_function = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:

@@ -2,13 +2,14 @@
 
 import os
 import shlex
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from keras_mp.backends import engine
-from keras_mp.backends.train_step import ONCE
+from keras_mp.backends.train_step import next_calls
 from keras_mp.diagnostics.breakpoint.batch import batch_of
 from keras_mp.diagnostics.breakpoint.folder import check_folder, prepare
 from keras_mp.diagnostics.breakpoint.model_file import WEIGHTS
@@ -74,10 +75,10 @@ class OverflowBreakpoint(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         if self._watches:
-            vars(self._trained)[ONCE] = self._call
+            next_calls[self._trained] = weakref.WeakMethod(self._call)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        if vars(self._trained).pop(ONCE, None):
+        if next_calls.pop(self._trained, None):
             warn(
                 "OverflowBreakpoint saw no step: the model has a `make_train_function` "
                 "of its own, which does not call that of keras.Model."

@@ -8,6 +8,7 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Layer.stateless_call         and so does this
     Layer.get_config             files hold stock policies; so does the `get_config` of
                                  a model's own class
+    Layer.__reduce__             copies keep what was decided for each layer
     Layer.add_loss               losses are float32
     Sequential.build             the input is float32
     Trainer.compile              scales the optimizer, keeps the outputs in float32
@@ -35,7 +36,7 @@ from typing import Any
 import keras
 
 from keras_mp.backends import engine
-from keras_mp.backends.train_step import ONCE, any_measured
+from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.keras_seams import private
@@ -50,6 +51,7 @@ from keras_mp.policies import inputs, mixed_dtypes, outputs, saving
 from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.reach import warn_of_unreached
+from keras_mp.policies.record import record_of, records
 
 
 def install() -> None:
@@ -84,6 +86,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("__call__", keras.layers.Layer, _layer_call),
         ("stateless_call", keras.layers.Layer, _stateless_call),
         ("get_config", keras.layers.Layer, _layer_get_config),
+        ("__reduce__", keras.layers.Layer, _reduce),
         ("add_loss", keras.layers.Layer, _add_loss),
         ("build", keras.Sequential, _sequential_build),
         ("compile", keras.Model, _compile),
@@ -170,8 +173,8 @@ def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # After a layer's first call this costs a few look-ups and no call, until the
         # user sets another policy.
-        own = self.__dict__
-        chosen, policy = own.get("_keras_mp_chosen"), own.get(private.DTYPE_POLICY)
+        record, policy = records.get(id(self)), self.__dict__.get(private.DTYPE_POLICY)
+        chosen = record and record.chosen
         if policy is None:  # Its `__init__` has not called Keras', which says so.
             return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
@@ -189,7 +192,7 @@ def _layer_call(original: Callable) -> Callable:
             call = functools.partial(original, self, *args, **kwargs)
             with _in_a_call():
                 result = mixed_dtypes.first_result(self, call)
-            self._keras_mp_chosen = self.dtype_policy
+            record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)
         else:
             result = original(self, *args, **kwargs)
@@ -237,6 +240,16 @@ def _layer_get_config(original: Callable) -> Callable:
     return get_config
 
 
+def _reduce(original: Callable) -> Callable:
+    # Defined where Keras' optimizers and metrics have it from, too.
+    def __reduce__(self: Any) -> Any:
+        pickled = original(self)
+        is_layer = isinstance(self, keras.layers.Layer)
+        return saving.with_decisions(self, pickled) if is_layer else pickled
+
+    return __reduce__
+
+
 def _add_loss(original: Callable) -> Callable:
     def add_loss(self: Any, loss: Any) -> Any:
         return original(self, losses_in_float32(loss))
@@ -281,7 +294,7 @@ def _make_train_function(original: Callable) -> Callable:
         # Layers that a subclassed model builds at its first call are known only now.
         scale_optimizers(self)
         private.record_shardings(self)
-        vars(self).pop(ONCE, None)  # Left by a `fit` that an exception has ended.
+        next_calls.pop(self, None)  # Left by a `fit` that an exception has ended.
         before = self.train_function
         wrap = functools.partial(_train_step, self)
         engine.make_train_function(self, original, force, wrap)
@@ -385,7 +398,8 @@ def _watch_skips(model: Any) -> None:
                 calls = 0  # After an error as well: `fit` may go on with better data.
                 model.optimizer.raise_if_diverged(engine.optimizer_values(args))
             calls += 1
-        call = vars(model).pop(ONCE, None)
+        reference = next_calls.pop(model, None) if next_calls else None
+        call = reference and reference()
         return call(train_function, args) if call else train_function(*args)
 
     model.train_function = watched

@@ -1,18 +1,22 @@
 """Loss scaling of models: whether one needs it, and how it comes and goes."""
 
+import weakref
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.backends.train_step import MONITORED, UNDERFLOW
+from keras_mp.backends.train_step import UNDERFLOW, monitored
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import summary, unscaled
 from keras_mp.loss_scaling.inner_optimizer import wrapper_of
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.policy import HALF
+
+# The wrapper that a model had, which comes back with its float16 layers.
+_wrappers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def computes_in_float16(model: Any) -> bool:
@@ -30,7 +34,7 @@ def computes_in_float16(model: Any) -> bool:
 
 def watched_for_underflow(model: Any) -> list[Any]:
     """The variables of float16 layers, if a monitor asks for underflowing gradients."""
-    if vars(model).get(MONITORED) != UNDERFLOW:
+    if monitored.get(model) != UNDERFLOW:
         return []
     layers = [x for x in private.layers_in(model) if x.compute_dtype == "float16"]
     return [v for layer in layers for v in private.own_trainable(layer)]
@@ -88,14 +92,14 @@ def rescale_optimizer(model: Any) -> None:
     if isinstance(optimizer, LossScaleOptimizer) and not computes_in_float16(model):
         _set_optimizer(model, "optimizer", optimizer.inner_optimizer)
         # `wrapper_of` alone does not keep it alive.
-        vars(model)["_keras_mp_wrapper"] = optimizer
+        _wrappers[model] = optimizer
         # Files say what `compile` was given.
         config = private.compile_config(model)
         if config["optimizer"] is optimizer:
             config["optimizer"] = optimizer.inner_optimizer
     scale_optimizers(model)
     if isinstance(model.optimizer, LossScaleOptimizer):
-        vars(model).pop("_keras_mp_wrapper", None)
+        _wrappers.pop(model, None)
 
 
 def _needs_scaling(model: Any, optimizer: Any) -> bool:

@@ -34,6 +34,7 @@ from keras_mp.policies.policy import (
     MixedPolicy,
     chooser_of,
 )
+from keras_mp.policies.record import record_of, records
 from keras_mp.policies.rule import Rule
 from keras_mp.policies.rules import OUTPUT, STORED
 
@@ -43,7 +44,8 @@ IN_FILES = "keras_mp/"
 
 def decision_for(layer: Any) -> Decision | None:
     """The decision for `layer`; None if there is none, or the user has overruled it."""
-    decision = getattr(layer, "_keras_mp_decision", None)
+    record = records.get(id(layer))
+    decision = record.decision if record else None
     if decision is not None and decision.policy is policy_of(layer):
         return decision
     return None
@@ -76,7 +78,7 @@ def choose_policy(layer: Any) -> None:
         decision = chooser.decide(layer)
         if decision.rule is None and policy_of(layer) is not layer.dtype_policy:
             # The map's other entries are for the parts of this layer: it keeps the map.
-            layer._keras_mp_decision = Decision(policy_of(layer), None)
+            record_of(layer).decision = Decision(policy_of(layer), None)
             return
     _carry_out(layer, decision)
     # The layers of a graph have been called, and their dtypes are in it.
@@ -134,23 +136,14 @@ def take_output_back(layer: Any) -> bool:
         return False
     # From the inside: what a wrapper computes in depends on what it wraps.
     for part in reversed(private.layers_in(layer)):
-        # Keras copies a tuple that becomes an attribute.
-        if decision_for(part) == decision:
+        if decision_for(part) is decision:
             _set(part, decision.chooser.decide(part))
     return True
 
 
-def keep_in_float32(layer: Any, rule: Rule) -> list[tuple[Any, Any, Any]]:
-    """Turns a layer and what it holds to float32; returns what stood there before."""
-    before = [(x, x.dtype_policy, decision_for(x)) for x in private.layers_in(layer)]
+def keep_in_float32(layer: Any, rule: Rule) -> None:
+    """Turns a layer and what it holds to float32."""
     _carry_out(layer, Decision(FLOAT32, rule))
-    return before
-
-
-def restore_decisions(before: list[tuple[Any, Any, Any]]) -> None:
-    """Takes `keep_in_float32` back."""
-    for layer, policy, decision in before:
-        layer.dtype_policy, layer._keras_mp_decision = policy, decision
 
 
 def _carry_out(layer: Any, decision: Decision) -> None:
@@ -183,4 +176,4 @@ def _pass_on(layer: Any, chooser: MixedPolicy, copied: bool = False) -> None:
 
 def _set(layer: Any, decision: Decision) -> None:
     layer.dtype_policy = decision.policy
-    layer._keras_mp_decision = decision
+    record_of(layer).decision = decision

@@ -13,6 +13,7 @@ import keras
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, is_half
+from keras_mp.policies.record import record_of, records
 
 
 def keep_input_dtypes(layer: Any) -> None:
@@ -20,14 +21,15 @@ def keep_input_dtypes(layer: Any) -> None:
     if isinstance(layer, keras.Model) and not isinstance(layer, private.Functional):
         half = is_half(policy_of(layer))
         if half or keeps_input_dtypes(layer):
-            layer._keras_mp_keeps_input_dtypes = half
+            record_of(layer).keeps_input_dtypes = half
             # False, as in a Functional model.
             setattr(layer, private.CONVERT_INPUTS, not half)
 
 
 def keeps_input_dtypes(layer: Any) -> bool:
     """Was Keras' cast of the inputs taken off this layer?"""
-    return vars(layer).get("_keras_mp_keeps_input_dtypes", False)
+    record = records.get(id(layer))
+    return record is not None and record.keeps_input_dtypes
 
 
 def tensors_in_their_dtypes(arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_mp.keras_seams import private
+from keras_mp.policies.record import record_of, records
 
 layers = keras.layers
 
@@ -55,8 +56,9 @@ def layer_path(layer: Any) -> str:
     """
     if layer.path:
         return layer.path
-    if noted := vars(layer).get("_keras_mp_path"):
-        return noted
+    record = records.get(id(layer))
+    if record and record.path:
+        return record.path
     scope = private.current_path()
     return f"{scope}/{layer.name}" if scope else layer.name
 
@@ -87,18 +89,20 @@ def takes_training(layer: Any) -> bool:
 
 def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Remembers where and with what a layer was first called, for those who ask."""
-    vars(layer).setdefault("_keras_mp_path", layer_path(layer))
+    record = record_of(layer)
+    record.path = layer_path(layer)
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
-        vars(layer)["_keras_mp_input_shape"] = first.shape
+        record.input_shape = first.shape
     if isinstance(layer, keras.Model) and not is_graph(layer):
         call = keras.tree.map_structure(_symbolic, (args, kwargs))
-        vars(layer)["_keras_mp_called_with"] = call
+        record.called_with = call
 
 
 def called_with(model: Any) -> tuple[tuple, dict[str, Any]] | None:
     """What a subclassed model was first called with, its arrays as symbolic tensors."""
-    return vars(model).get("_keras_mp_called_with")
+    record = records.get(id(model))
+    return record.called_with if record else None
 
 
 def _symbolic(argument: Any) -> Any:
@@ -111,7 +115,8 @@ def _symbolic(argument: Any) -> Any:
 
 def input_shape(layer: Any) -> tuple[int | None, ...]:
     """The shape of a layer's first input; empty while it is not known."""
-    return vars(layer).get("_keras_mp_input_shape", ())
+    record = records.get(id(layer))
+    return record.input_shape if record else ()
 
 
 def policy_of(layer: Any) -> Any:

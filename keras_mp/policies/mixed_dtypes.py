@@ -12,14 +12,15 @@ from typing import Any
 import keras
 
 from keras_mp.display.messages import warn
+from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import (
     decision_for,
     first_call,
     keep_in_float32,
-    restore_decisions,
 )
 from keras_mp.policies.layers import layer_path, policy_of
 from keras_mp.policies.policy import HALF
+from keras_mp.policies.record import Precision
 from keras_mp.policies.rules import MIXES_DTYPES
 
 _OF_DTYPES = re.compile(r"dtype|float16|\bhalf\b", re.IGNORECASE)
@@ -44,12 +45,13 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
         if isinstance(layer, keras.Model) or _has_state(layer):
             error.add_note(_note(layer))
             raise
-        before = keep_in_float32(layer, MIXES_DTYPES)
+        before = Precision(private.layers_in(layer))
+        keep_in_float32(layer, MIXES_DTYPES)
         try:
             with first_call(layer):
                 result = call()
         except Exception:
-            restore_decisions(before)
+            before.put_back()
             raise error from None
     warn(
         f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "

@@ -6,6 +6,7 @@ layers from it. Such a model stores a map from layer paths to policies.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,8 @@ import keras
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, layer_path, policy_of
-from keras_mp.policies.policy import MixedPolicy, chooser_of
+from keras_mp.policies.policy import Decision, MixedPolicy, chooser_of
+from keras_mp.policies.record import record_of
 
 
 def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
@@ -97,3 +99,24 @@ def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
         elif layer.path and (in_float32 or policy.quantization_mode is not None):
             entries[layer.path] = policy
     return keras.dtype_policies.DTypePolicyMap(default, entries) if entries else default
+
+
+def with_decisions(layer: Any, pickled: tuple) -> tuple:
+    """What Keras pickles, or copies, of a layer, with what was decided for its layers.
+
+    Keras goes by a file, which does not say whether we or the user chose a policy.
+    """
+    decisions = {
+        number: decision.rule and dataclasses.replace(decision.rule, applies=())
+        for number, each in enumerate(private.layers_in(layer))
+        if (decision := decision_for(each)) is not None
+    }
+    return (_unpickled, (*pickled, decisions)) if decisions else pickled
+
+
+def _unpickled(function: Callable, arguments: tuple, decisions: dict[int, Any]) -> Any:
+    layer = function(*arguments)
+    within = private.layers_in(layer)
+    for number, rule in decisions.items():
+        record_of(within[number]).decision = Decision(policy_of(within[number]), rule)
+    return layer

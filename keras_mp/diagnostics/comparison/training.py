@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from keras_mp.errors import TrainingDivergedError
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, policy_of
 
-_SEEN = "_keras_mp_compared"
+_seen: weakref.WeakSet = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +138,12 @@ def _built(plan: Plan, seed: int) -> Any:
             "`build` must compile the model that it returns. Received: build() "
             f"returned {model!r}, which is not compiled."
         )
-    if _SEEN in vars(model):
+    if model in _seen:
         raise ValueError(
             "`build` must make a new model at each call. Received: build() returned "
             f"{model!r} once more."
         )
-    vars(model)[_SEEN] = True
+    _seen.add(model)
     if not all(layer.built for layer in private.layers_in(model)):
         private.build_from_batch(model, plan.train.first_batch())
     return model

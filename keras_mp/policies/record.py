@@ -1,0 +1,85 @@
+"""What keras_mp remembers of a layer: one record a layer, beside it and not in it.
+
+`dir` and `vars` of other people's layers show nothing of it, and Keras tracks none of
+it. A record goes with its layer.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from keras_mp.keras_seams import private
+
+
+class Record:
+    """What is remembered of one layer.
+
+    Attributes:
+        decision: the `Decision` about its policy, or None.
+        chosen: the policy under which it was last called for the first time.
+        path: where it was first called, for a layer to which Keras gives no path.
+        input_shape: the shape of its first input; empty while it is not known.
+        called_with: of a model without a graph, what it was first called with.
+        keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
+    """
+
+    __slots__ = (
+        "_layer",
+        "called_with",
+        "chosen",
+        "decision",
+        "input_shape",
+        "keeps_input_dtypes",
+        "path",
+    )
+
+    def __init__(self, layer: Any) -> None:
+        # By a key, not in a WeakKeyDictionary: every call of a layer looks here, and
+        # `dict.get` is no call of Python's.
+        key = id(layer)
+        self._layer = weakref.ref(layer, lambda _: records.pop(key, None))
+        self.decision: Any = None
+        self.chosen: Any = None
+        self.path = ""
+        self.input_shape: tuple[int | None, ...] = ()
+        self.called_with: tuple[tuple, dict[str, Any]] | None = None
+        self.keeps_input_dtypes = False
+
+
+# The records by the id of their layer, for a look that makes none.
+records: dict[int, Record] = {}
+
+
+def record_of(layer: Any) -> Record:
+    """The record of a layer, made if there is none."""
+    record = records.get(id(layer))
+    if record is None:
+        record = records[id(layer)] = Record(layer)
+    return record
+
+
+class Precision:
+    """What layers compute in, to be put back as it was."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._before = []
+        for layer in layers:
+            own = {name: vars(layer)[name] for name in _OWN if name in vars(layer)}
+            record = record_of(layer)
+            values = {name: getattr(record, name) for name in _REMEMBERED}
+            self._before.append((layer, own, values))
+
+    def put_back(self) -> None:
+        """Gives each layer the policy that it had, with the decision about it."""
+        for layer, own, values in self._before:
+            for name in _OWN:
+                vars(layer).pop(name, None)
+            vars(layer).update(own)
+            record = record_of(layer)
+            for name, value in values.items():
+                setattr(record, name, value)
+
+
+# What a change of precision changes: of the layer, and of its record.
+_OWN = (private.DTYPE_POLICY, private.CONVERT_INPUTS)
+_REMEMBERED = ("decision", "chosen", "keeps_input_dtypes")
