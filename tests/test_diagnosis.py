@@ -252,6 +252,31 @@ def test_the_model_stays_as_it_was(policy):
     assert losses[0] == losses[1]
 
 
+def test_the_state_of_a_stateful_lstm_stays_as_it_was():
+    with keras_mp.policy_scope("mixed_float16"):
+        inputs = keras.Input(batch_shape=(16, 3, 2))
+        lstm = layers.LSTM(4, stateful=True)
+        model = keras.Model(inputs, layers.Dense(8)(lstm(inputs)))
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(16, 3, 2)).astype("float32")
+    for state in lstm.states:
+        state.assign(np.full(state.shape, 0.25, "float32"))
+    before = values(lstm.states)
+    report = keras_mp.diagnose(model, x, Y)
+    assert report.verdict.fits
+    gradients = [m.path for m in report.measured if m.kind == "gradient"]
+    assert len(gradients) == len(model.trainable_variables)
+    assert same_bits(before, values(lstm.states))
+    # What is rounded at each of its steps adds up.
+    found = keras_mp.find_float32_layers(model, x, Y, tolerance=16, verbose=0)
+    assert found.paths == () and found.agrees
+    assert same_bits(before, values(lstm.states))
+    # The ranges are those of a step that starts from this state.
+    for state in lstm.states:
+        state.assign(np.zeros(state.shape, "float32"))
+    assert keras_mp.diagnose(model, x, Y).measured != report.measured
+
+
 def test_a_map_of_policies_that_layers_share_stays_as_it_was():
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_float16")
     policies["dense"] = keras.DTypePolicy("mixed_bfloat16")
