@@ -523,17 +523,16 @@ def snapshot(model):
     for layer in model._flatten_layers():
         names = (
             "_dtype_policy",
-            "_keras_mp_chosen",
             "_convert_input_args",
-            "_keras_mp_keeps_input_dtypes",
             "built",
             "train_function",
             "test_function",
             "predict_function",
             "optimizer",
-            "_keras_mp_wrapper",
         )
         state += [(layer.name, n, id(vars(layer).get(n))) for n in names]
+        record = keras_mp.policies.record.record_of(layer)
+        state += [(layer.name, id(record.chosen), record.keeps_input_dtypes)]
         decision = keras_mp.policies.choosing.decision_for(layer)
         state += [(layer.name, decision and decision.rule)]
         state += [(layer.name, layer.compute_dtype, layer.variable_dtype)]

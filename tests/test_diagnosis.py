@@ -10,6 +10,7 @@ from backends import BACKEND, same_bits, values
 from keras import layers, ops
 
 import keras_mp
+from keras_mp.diagnostics.one_batch import gradients_of
 from keras_mp.policies.layers import policy_of
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -250,6 +251,53 @@ def test_the_model_stays_as_it_was(policy):
         history = each.fit(X, Y, shuffle=False, verbose=0).history
         losses.append(history["loss"])
     assert losses[0] == losses[1]
+
+
+def test_the_state_of_a_stateful_lstm_stays_as_it_was():
+    with keras_mp.policy_scope("mixed_float16"):
+        inputs = keras.Input(batch_shape=(16, 3, 2))
+        lstm = layers.LSTM(4, stateful=True)
+        model = keras.Model(inputs, layers.Dense(8)(lstm(inputs)))
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(16, 3, 2)).astype("float32")
+    for state in lstm.states:
+        state.assign(np.full(state.shape, 0.25, "float32"))
+    before = values(lstm.states)
+    report = keras_mp.diagnose(model, x, Y)
+    assert report.verdict.fits
+    gradients = [m.path for m in report.measured if m.kind == "gradient"]
+    assert len(gradients) == len(model.trainable_variables)
+    assert same_bits(before, values(lstm.states))
+    # What is rounded at each of its steps adds up.
+    found = keras_mp.find_float32_layers(model, x, Y, tolerance=16, verbose=0)
+    assert found.paths == () and found.agrees
+    assert same_bits(before, values(lstm.states))
+    # The ranges are those of a step that starts from this state.
+    for state in lstm.states:
+        state.assign(np.zeros(state.shape, "float32"))
+    assert keras_mp.diagnose(model, x, Y).measured != report.measured
+
+
+def test_losses_that_layers_add_are_part_of_the_loss():
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(1e3 * ops.mean(x**2))
+            return x
+
+    inputs = keras.Input((8,))
+    dense = layers.Dense(8, name="dense")
+    model = keras.Model(inputs, layers.Dense(8)(Penalty()(dense(inputs))))
+    model.compile("sgd", "mse")
+    found = gradients_of(model, (X, Y, None), 1.0)
+    outputs = X @ values([dense.kernel])[0]
+    penalty = 1e3 * (outputs**2).mean()
+    error = ((model.predict(X, verbose=0) - Y) ** 2).mean()
+    np.testing.assert_allclose(found.loss, error + penalty, rtol=1e-4)
+    # The penalty is nearly all of the loss, and of its gradient by the kernel.
+    expected = X.T @ (2e3 / outputs.size * outputs)
+    np.testing.assert_allclose(
+        found.by_variable[0], expected, rtol=0.1, atol=0.01 * np.abs(expected).max()
+    )
 
 
 def test_a_map_of_policies_that_layers_share_stays_as_it_was():

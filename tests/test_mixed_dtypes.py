@@ -1,5 +1,6 @@
 """Layers of the user's that mix dtypes are kept in float32 at their first call."""
 
+import math
 import warnings
 
 import keras
@@ -70,6 +71,38 @@ class Wrong(layers.Layer):
         raise ValueError("dtype or not, this layer is wrong")
 
 
+def sinusoidal_embedding(x):
+    """As in Keras' example of DDIM: angles in float32, whatever `x` is."""
+    frequencies = ops.exp(ops.linspace(ops.log(1.0), ops.log(100.0), 4))
+    angles = ops.cast(2.0 * math.pi * frequencies, "float32")
+    return ops.concatenate([ops.sin(angles * x), ops.cos(angles * x)], axis=3)
+
+
+def denoiser():
+    """The network of Keras' example of DDIM, with two levels of 8 and 16 channels."""
+
+    def residual(x, width):
+        if x.shape[3] != width:
+            skip = layers.Conv2D(width, 1)(x)
+        else:
+            skip = x
+        x = layers.BatchNormalization(center=False, scale=False)(x)
+        x = layers.Conv2D(width, 3, padding="same", activation="swish")(x)
+        x = layers.Conv2D(width, 3, padding="same")(x)
+        return layers.Add()([x, skip])
+
+    images, variances = keras.Input((8, 8, 3)), keras.Input((1, 1, 1))
+    e = layers.Lambda(sinusoidal_embedding, name="embedding")(variances)
+    e = layers.UpSampling2D(8, interpolation="nearest")(e)
+    x = layers.Concatenate()([layers.Conv2D(8, 1)(images), e])
+    x = skip = residual(x, 8)
+    x = residual(layers.AveragePooling2D(2)(x), 16)
+    x = layers.UpSampling2D(2, interpolation="bilinear")(x)
+    x = residual(layers.Concatenate()([x, skip]), 8)
+    noise = layers.Conv2D(3, 1, kernel_initializer="zeros")(x)
+    return keras.Model([images, variances], noise)
+
+
 def autoencoder():
     inputs = keras.Input((4,))
     x = layers.Dense(8, activation="relu")(inputs)
@@ -122,6 +155,63 @@ def test_a_fourier_transform_of_half_tensors_is_made_in_float32():
     messages(lambda: layer(x))
     assert layer.compute_dtype == "float32"
     np.testing.assert_allclose(layer(x), np.fft.fft2(x).real, atol=1e-5)
+
+
+@promotes
+def test_a_lambda_in_a_graph_is_kept_in_float32_as_a_layer_is():
+    made = []
+    inputs = keras.Input((1, 1, 1))
+    embed = layers.Lambda(sinusoidal_embedding, name="embedding")
+    (message,) = messages(lambda: made.append(embed(inputs)))
+    assert message.startswith("embedding mixes dtypes in half precision")
+    # Not on the class, which is that of every Lambda.
+    assert '`dtype="float32"` on the Lambda' in message
+    (embedded,) = made
+    assert embed.compute_dtype == embedded.dtype == "float32"
+    x = X.reshape(32, 1, 1, 1)
+    angles = 2 * math.pi * np.geomspace(1, 100, 4) * x
+    np.testing.assert_allclose(
+        keras.Model(inputs, embedded)(x),
+        np.concatenate([np.sin(angles), np.cos(angles)], axis=3),
+        atol=1e-3,
+    )
+
+
+def test_a_lambda_that_fails_in_float32_too_raises_kerass_error_and_stays_half():
+    def wrong(x):
+        raise ValueError("dtype or not, this function is wrong")
+
+    layer = layers.Lambda(wrong)
+    with pytest.raises(NotImplementedError, match="output_shape"):
+        layer(keras.Input((4,)))
+    assert layer.compute_dtype == HALF
+
+
+def test_the_denoiser_of_kerass_ddim_trains_as_in_float32():
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(16, 8, 8, 3)).astype("float32")
+    variances = rng.uniform(size=(16, 1, 1, 1)).astype("float32")
+    images = np.sqrt(1 - variances) + np.sqrt(variances) * noise
+
+    def losses(policy):
+        keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            made = []
+            messages(lambda: made.append(denoiser()))
+        (model,) = made
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        fit = model.fit(
+            [images, variances], noise, batch_size=8, epochs=4, shuffle=False, verbose=0
+        )
+        if policy != "float32":
+            products = products_of(model, [images, variances], noise)
+            assert products[HALF] > products["float32"]
+        return fit.history["loss"]
+
+    expected = losses("float32")
+    assert expected[-1] < 0.75 * expected[0]
+    rounding = 0.05 if HALF == "bfloat16" else 0.01
+    np.testing.assert_allclose(losses(f"mixed_{HALF}"), expected, rtol=rounding)
 
 
 @promotes

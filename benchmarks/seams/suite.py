@@ -22,7 +22,7 @@ from benchmarks.results import Record
 from benchmarks.seams.compilation import ROUNDS, compilations
 from benchmarks.seams.tables import CASES, tables
 from benchmarks.suites import Suite
-from keras_mp.backends.train_step import MONITORED
+from keras_mp.backends.train_step import SCALE, monitored
 from keras_mp.keras_seams.seams import install, uninstall
 
 CALLS = 200  # of a layer, timed as one step, after the seams are on or off
@@ -136,9 +136,9 @@ def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
 
     def fit(train_function: Any, callbacks: Sequence[Any], epochs: int) -> None:
         model.train_function = train_function
-        vars(model).pop(MONITORED, None)
+        monitored.pop(model, None)
         if callbacks:
-            vars(model)[MONITORED] = True
+            monitored[model] = SCALE
         model.fit(
             x,
             y,

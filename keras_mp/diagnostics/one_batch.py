@@ -46,7 +46,8 @@ def gradients_of(
             loss = model.compute_loss(x, y, outputs, weights, **training)
         return ops.cast(loss, "float32") * scale
 
-    state = {id(v): v for v in [*model.variables, *model.metrics_variables]}
+    variables = [*model.variables, *model.metrics_variables, *_recurrent(model)]
+    state = {id(v): v for v in variables}
     try:
         return differentiate(
             loss_of,
@@ -59,6 +60,13 @@ def gradients_of(
         )
     finally:
         private.clear_losses(model)
+
+
+def _recurrent(model: Any) -> Iterator[Any]:
+    """The states of stateful RNNs, which Keras leaves out of `variables`."""
+    for layer in private.layers_in(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            yield from keras.tree.flatten(layer.states)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""The layers of a model under other policies for a while."""
+"""The policies that the layers of a model compute under for a while."""
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,32 +10,8 @@ from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
 from keras_mp.policies.policy import FLOAT32, HALF, MixedFloat16
-from keras_mp.policies.record import Precision, record_of
 from keras_mp.policies.symbolic import graph_of
-
-# Layer -> its policy, or None for the one that it has.
-Choice = Callable[[Any], keras.DTypePolicy | None]
-
-
-@contextlib.contextmanager
-def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
-    """Lets the layers of a model compute under other policies for a while."""
-    layers = private.layers_in(model)
-    before = Precision(layers)
-    try:
-        for layer, policy in [(x, choose(x)) for x in layers]:
-            if policy is not None and layer.quantization_mode is None:
-                # The public setter would write into a map that other layers share.
-                private.set_policy(layer, policy)
-                # Its next call is not taken for the first under this policy.
-                record_of(layer).chosen = policy
-        yield
-    finally:
-        before.put_back()
-
-
-def computes_in_half(layer: Any) -> bool:
-    return policy_of(layer).compute_dtype in HALF
+from keras_mp.policies.temporary import Choice, computes_in_half
 
 
 def layers_in_half(model: Any) -> set[int]:

@@ -14,6 +14,7 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Trainer.compile              scales the optimizer, keeps the outputs in float32
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
+    Model.export                 files for LiteRT compute in float32
     Optimizer.apply              names an optimizer that float16 layers need scaled
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
@@ -47,7 +48,7 @@ from keras_mp.loss_scaling.models import (
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import inputs, mixed_dtypes, outputs, saving
+from keras_mp.policies import exporting, inputs, mixed_dtypes, outputs, saving
 from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.reach import warn_of_unreached
@@ -92,6 +93,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("compile", keras.Model, _compile),
         ("make_train_function", keras.Model, _make_train_function),
         ("get_metrics_result", keras.Model, _get_metrics_result),
+        ("export", keras.Model, _export),
         ("apply", keras.optimizers.Optimizer, _apply),
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
     ]
@@ -361,6 +363,20 @@ def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
         and not any_measured(model.metrics_variables)
     )
     return {} if only_skips else results
+
+
+def _export(original: Callable) -> Callable:
+    def export(
+        self: Any,
+        filepath: Any,
+        format: str = "tf_saved_model",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with exporting.policies_for(self, format):
+            return original(self, filepath, format, *args, **kwargs)
+
+    return export
 
 
 def _apply(original: Callable) -> Callable:

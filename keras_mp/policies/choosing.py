@@ -7,7 +7,7 @@ Keras policy for the layer, which is what the layer keeps, saves and shows:
     its first call           choose_policy: all other rules; the layer's children follow
     compile                  keep_output_in_float32
 
-The decision and the rule behind it are stored on the layer.
+The decision and the rule behind it stand in the record of the layer.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ float16 on any backend, such as a Fourier transform.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -55,8 +55,8 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
             raise error from None
     warn(
         f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
-        f"from here on. Declare it with `@keras_mp.keep_float32` on the class "
-        f"{type(layer).__name__}, or cast in its `call`: `ops.cast(y, x.dtype)`."
+        f"from here on. Declare it with {_declaration(layer)}, or cast in its "
+        f"{_body(layer)}: `ops.cast(y, x.dtype)`."
     )
     return result
 
@@ -79,7 +79,22 @@ def _is_keras_own(layer: Any) -> bool:
 def _is_of_dtypes(error: Exception) -> bool:
     if getattr(error, "__notes__", None):
         return False  # A layer inside has told the remedy.
-    return bool(_OF_DTYPES.search(str(error).split(_ADDED_BY_KERAS)[0]))
+    return any(
+        _OF_DTYPES.search(str(reason).split(_ADDED_BY_KERAS)[0])
+        for reason in _reasons(error)
+    )
+
+
+def _reasons(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what Keras hides behind it.
+
+    Whatever stops the function of a Lambda in a symbolic call, Keras asks for an
+    `output_shape` instead.
+    """
+    yield error
+    while isinstance(error, NotImplementedError) and error.__context__ is not None:
+        error = error.__context__
+        yield error
 
 
 def _has_state(layer: Any) -> bool:
@@ -90,6 +105,17 @@ def _has_state(layer: Any) -> bool:
 def _note(layer: Any) -> str:
     return (
         f"{layer_path(layer)} computes in {policy_of(layer).compute_dtype}. If its "
-        "`call` mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or keep it in "
-        f"float32 with `@keras_mp.keep_float32` on the class {type(layer).__name__}."
+        f"{_body(layer)} mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or keep it "
+        f"in float32 with {_declaration(layer)}."
     )
+
+
+def _body(layer: Any) -> str:
+    return "function" if isinstance(layer, keras.layers.Lambda) else "`call`"
+
+
+def _declaration(layer: Any) -> str:
+    """How to keep the layer in float32; the class of a Lambda is Keras' own."""
+    if isinstance(layer, keras.layers.Lambda):
+        return '`dtype="float32"` on the Lambda'
+    return f"`@keras_mp.keep_float32` on the class {type(layer).__name__}"

@@ -125,11 +125,16 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
                 if tensor.dtype != copy.dtype:
                     moved.add(id(tensor))
                     private.set_symbolic_dtype(tensor, copy.dtype)
-                copies[id(tensor)] = copy
+                # The layer that made it would remember who takes it.
+                copies[id(tensor)] = _copy(copy)
 
 
 def _copy(tensor: Any) -> KerasTensor:
-    return KerasTensor(tensor.shape, tensor.dtype, tensor.sparse, tensor.ragged)
+    copy = KerasTensor(tensor.shape, tensor.dtype, tensor.sparse, tensor.ragged)
+    mask = private.get_keras_mask(tensor)
+    if mask is not None:
+        private.set_keras_mask(copy, mask)
+    return copy
 
 
 def _call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTensor]:

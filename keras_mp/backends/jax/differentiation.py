@@ -32,7 +32,7 @@ def differentiate(
             return seen[-1], True
 
         mapping = zip([*variables, *others], [*weights, *values], strict=True)
-        with keras.StatelessScope(list(mapping)):
+        with keras.StatelessScope(list(mapping), collect_losses=True):
             loss = function(arguments, see)
         return loss, (loss, seen)
 

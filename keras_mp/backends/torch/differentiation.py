@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import torch
 
 from keras_mp.backends.torch.private import is_inside_vmap
@@ -21,9 +22,14 @@ def differentiate(
         seen.append(x)
         return x, True
 
+    # Keras assigns in place, where the graph may need the value of before: that of the
+    # states of a stateful LSTM. In this scope it notes what is assigned.
+    ids = {id(v) for v in variables}
+    values = [(v, v.value) for v in state if id(v) not in ids]
     # A Dropout without a seed draws from torch's own generators.
     with torch.enable_grad(), torch.random.fork_rng():
-        loss = function(arguments, see)
+        with keras.StatelessScope(values, collect_losses=True):
+            loss = function(arguments, see)
         wanted = [*(v.value for v in variables), *seen]
         asked = [i for i, x in enumerate(wanted) if x.requires_grad]
         found: list[Any] = [None] * len(wanted)

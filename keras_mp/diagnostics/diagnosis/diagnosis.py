@@ -13,17 +13,16 @@ from keras_mp.diagnostics.diagnosis.report import Report
 from keras_mp.diagnostics.diagnosis.verdict import Measured, Verdict, verdict_on
 from keras_mp.diagnostics.inspection.inspection import inspect
 from keras_mp.diagnostics.temporary_policies import (
-    Choice,
     half_policies,
     in_float32,
     is_in_half,
     layers_in_half,
     policy_name,
-    temporary_policies,
     with_float32,
 )
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import layer_path
+from keras_mp.policies.temporary import Choice, temporary_policies
 
 _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
 

@@ -12,18 +12,17 @@ from keras_mp.diagnostics.float32_search.agreement import Error, agreement, step
 from keras_mp.diagnostics.float32_search.report import Contribution, Float32Layers
 from keras_mp.diagnostics.float32_search.smallest_set import Unit, smallest_units
 from keras_mp.diagnostics.temporary_policies import (
-    computes_in_half,
     half_policies,
     in_float32,
     layers_in_half,
     policy_name,
-    temporary_policies,
     with_float32,
 )
 from keras_mp.display.progress_bar import check_verbose, progress_bar
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies.layers import children_of, layer_path, parts_of
+from keras_mp.policies.temporary import computes_in_half, temporary_policies
 
 # Loss scales at which a dynamic one may settle.
 _SCALES = [2.0**k for k in range(0, 25, 4)]
