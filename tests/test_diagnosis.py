@@ -1,5 +1,6 @@
 """`diagnose`: planted faults are found, and the model stays as it was."""
 
+import dataclasses
 import json
 import re
 
@@ -506,6 +507,30 @@ def test_the_plot_has_axes_units_and_a_sentence():
     (axes,) = figure.axes
     assert "exponent" in axes.get_xlabel() and "%" in axes.get_ylabel()
     assert "loss scale" in figure.texts[0].get_text()
+
+
+@pytest.mark.parametrize("fault", [Loud, Squared])
+def test_the_output_that_overflowed_is_drawn_and_heads_the_table(fault):
+    report = keras_mp.diagnose(compiled(nested, fault), X, Y)
+    path = fault_of(report)
+    assert (report.worst[0].path, report.worst[0].kind) == (path, "output")
+    cell = report._row(report.worst[0])[-1]
+    assert cell == {Loud: "inf", Squared: "nan"}[fault]
+    outputs, gradients = report.plot().axes
+    assert outputs.get_title().startswith("Outputs")
+    labels = [text.get_text() for text in outputs.get_legend().get_texts()]
+    assert labels[0] == f"output of {path}"
+    assert gradients.get_title().startswith("Gradients")
+
+
+def test_a_line_that_is_not_enough_is_not_printed():
+    report = keras_mp.diagnose(compiled(nested, Squared), X, Y)
+    report = dataclasses.replace(report, cured=False)
+    assert report.line == "" and "MixedFloat16(" not in str(report)
+    assert report.sentences[-1] == (
+        "Keeping inner/fault in float32 is not enough. Run "
+        "keras_mp.find_float32_layers(model, x, y)."
+    )
 
 
 # What is refused ----------------------------------------------------------------------

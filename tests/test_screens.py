@@ -325,6 +325,8 @@ DRAWN = {
         ),
         ({"by activations (0% are 0)": range_of(X).shares}, 1.0),
         ({}, 2.0**24),
+        ({"by weights (0% are 0)": FULL}, 2.0**15, {"output of model/square": FULL}),
+        ({}, 1.0, {"output of model/a": FULL, "output of model/b": {13: 1.0}}),
     ],
 }
 COUNTS = ("epoch", "step", "policy")  # Which need no unit.

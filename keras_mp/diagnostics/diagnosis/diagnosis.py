@@ -104,6 +104,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         verdict=verdict,
         broken_in_float32=broken,
         broken=first.path if first else "",
+        broken_values=first.values if first else None,
         departure=departure,
         suits=suits,
         epsilons=tuple(epsilons),

@@ -21,6 +21,7 @@ from keras_mp.display.tables import Table
 from keras_mp.loss_scaling.nonfinite import named
 
 _ROWS = 12
+_OUTPUTS = 2  # So many that overflow are drawn, and stand before the other rows.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,6 +38,7 @@ class Report:
         broken_in_float32: the first output, or part of the batch, that is not finite in
             float32; or empty.
         broken: the first output that is not finite in half precision only; or empty.
+        broken_values: its range in half precision.
         departure: where float16 departs from float32 though all is finite and in
             range; or None.
         suits: "float16", else "bfloat16", if all fits and outputs and loss agree with
@@ -54,6 +56,7 @@ class Report:
     verdict: Verdict
     broken_in_float32: str
     broken: str
+    broken_values: Range | None
     departure: Departure | None
     suits: str
     epsilons: tuple[Finding, ...]
@@ -98,7 +101,8 @@ class Report:
         elif self.broken:
             yield (
                 f"{self.broken} is the first whose output is not finite in half "
-                "precision; in float32 it is, and small enough for float16."
+                "precision: a value within it overflows. In float32 its output is "
+                "finite, and small enough for float16."
             )
         if self.departure:
             yield str(self.departure)
@@ -190,24 +194,45 @@ class Report:
             power(found.largest),
             power(found.smallest),
             f"{measured.lost(self.scale):.0%}" if measured.is_gradient else "",
-            f"{above:+d} {below:+d}" if found.largest else "",
+            self._not_finite(measured)
+            or (f"{above:+d} {below:+d}" if found.largest else ""),
         )
+
+    def _not_finite(self, measured: Measured) -> str:
+        """What the first output that is not finite in half precision holds."""
+        found = self.broken_values
+        if found is None or (measured.path, measured.kind) != (self.broken, "output"):
+            return ""
+        return "nan" if found.nans else "inf"
+
+    @property
+    def overflowed(self) -> list[Measured]:
+        """The first outputs that are not finite in half precision, or none."""
+        broken = [m for m in self.measured if self._not_finite(m)]
+        others = [m for m in self.verdict.overflowing if m not in broken]
+        return [*broken, *others][:_OUTPUTS]
 
     @property
     def worst(self) -> list[Measured]:
-        """The tensors in half precision that have the least room, or none."""
+        """The tensors in half precision that have the least room, or none.
+
+        An output that overflows comes first: the gradients follow from it.
+        """
+        first = self.overflowed
         half = [m for m in self.measured if m.half and m.range.largest]
-        return sorted(half, key=lambda m: m.room(self.scale))[:_ROWS]
+        others = [m for m in half if m not in first]
+        return [*first, *sorted(others, key=lambda m: m.room(self.scale))][:_ROWS]
 
     def _title(self) -> str:
         return f"{self.model}: {self.policy}, loss scale {self.scale:g}"
 
     def _legend(self) -> str:
+        first = ", outputs that overflow first" if self.overflowed else ""
         return (
             f"The {len(self.worst)} of {len(self.measured)} tensors with the least "
-            "room. Magnitudes are those of float32, unscaled; lost is the share of a "
-            "gradient that underflows to 0, and headroom the powers of two above the "
-            "largest and below the smallest, in float16 at the loss scale."
+            f"room{first}. Magnitudes are float32's, unscaled; lost is the share "
+            "of a gradient that underflows to 0, and headroom the powers of two above "
+            "the largest and below the smallest, in float16 at the loss scale."
         )
 
     def __str__(self) -> str:
@@ -233,6 +258,7 @@ class Report:
         return plot_gradients(
             {_label(name, range): range.shares for name, range in found.items()},
             self.scale,
+            {f"output of {m.path}": m.range.shares for m in self.overflowed},
         )
 
     def _repr_html_(self) -> str:
