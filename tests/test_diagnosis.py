@@ -1,5 +1,6 @@
 """`diagnose`: planted faults are found, and the model stays as it was."""
 
+import dataclasses
 import json
 import re
 
@@ -16,6 +17,8 @@ from keras_mp.policies.layers import policy_of
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(16, 8)).astype("float32")
 LAYERS = 100
+# JAX makes the constants of float16 with NumPy, which warns of those that overflow.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 class Fault(layers.Layer):
@@ -46,6 +49,18 @@ class Squared(Fault):
     def wrong(self, x):
         square = (x * 0 + 300) ** 2
         return x + (square - square)
+
+
+class Divided(Fault):
+    """Divides by infinity in float16: 0, which is finite and in range."""
+
+    def wrong(self, x):
+        return x / ops.cast(70000, x.dtype)
+
+
+class Rescaled(Divided):
+    def wrong(self, x):
+        return super().wrong(x) * 3e4
 
 
 class Logarithm(Fault):
@@ -151,6 +166,65 @@ def test_a_nan_that_is_born_in_half_precision_is_found(build):
     assert path in report.sentences[0]
     assert report.kept == (path,)
     assert report.cured
+
+
+@every_way
+def test_an_output_that_is_0_in_float16_alone_is_found(build):
+    report = keras_mp.diagnose(compiled(build, Divided), X, Y)
+    path = fault_of(report)
+    assert report.verdict.fits and not report.broken  # All is finite and in range.
+    assert (report.departure.path, report.departure.layer) == (path, path)
+    assert report.departure.error.error == pytest.approx(1)
+    assert report.sentences[0].startswith(f"{path} is the first that departs")
+    assert report.suits == report.recommended == "bfloat16"
+    assert not any(s.startswith("float16 suits") for s in report.sentences)
+    assert report.kept == (path,) and report.cured
+
+
+def test_the_line_for_it_brings_float32s_outputs_back():
+    expected = compiled(flat, Divided, "float32").predict(X, verbose=0)
+
+    def off(policy):
+        found = compiled(flat, Divided, policy).predict(X, verbose=0)
+        return np.abs(found - expected).max() / np.abs(expected).max()
+
+    report = keras_mp.diagnose(compiled(flat, Divided), X, Y)
+    assert off("mixed_float16") > 0.99
+    assert off(eval(report.line, {"keras_mp": keras_mp})) < 0.01
+
+
+def test_a_loss_that_departs_alone_is_found():
+    class OwnLoss(keras.Sequential):
+        def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+            x = self.layers[0].compute_dtype
+            error = ops.cast(ops.mean(ops.square(y - y_pred)), x)
+            return error / ops.cast(70000, x)
+
+    with keras_mp.policy_scope("mixed_float16"):
+        hidden, head = layers.Dense(8), layers.Dense(8)
+        model = OwnLoss([keras.Input((8,)), hidden, head])
+    model.compile("sgd", "mse", run_eagerly=True)
+    report = keras_mp.diagnose(model, X, Y)
+    assert report.departure.path == "loss"
+    assert report.suits == "bfloat16" and report.line == ""
+
+
+def test_layers_of_a_second_fault_are_kept_too():
+    def two(fault):
+        return keras.Sequential(
+            [
+                keras.Input((8,)),
+                Rescaled(name="a"),
+                layers.Dense(8),
+                Rescaled(name="b"),
+                layers.Dense(8),
+            ],
+            name="two",
+        )
+
+    report = keras_mp.diagnose(compiled(two, Rescaled), X, Y)
+    assert report.departure.path == "two/a"
+    assert report.kept == ("two/a", "two/b") and report.cured
 
 
 @every_way
@@ -383,6 +457,8 @@ def test_operations_of_a_graph_are_named():
     report = keras_mp.diagnose(model, X, Y)
     first = report.verdict.overflowing[0]
     assert first.path.startswith("multiply")
+    # An operation computes in the dtype of its inputs, which is that of the layer.
+    assert report.kept == ("dense",) and report.cured
 
 
 @pytest.mark.parametrize(
@@ -393,6 +469,11 @@ def test_a_batch_that_is_not_finite_is_no_matter_of_precision(batch, name):
     assert report.broken_in_float32 == name
     assert len(report.sentences) == 1 and report.sentences[0].startswith(name)
     assert report.kept == ()
+
+
+def test_a_loss_that_is_not_finite_in_float32_is_no_matter_of_precision():
+    report = keras_mp.diagnose(small(), X, np.full_like(Y, 1e30))
+    assert report.broken_in_float32 == "the loss"
 
 
 def test_a_frozen_model_has_outputs_alone():
@@ -474,6 +555,30 @@ def test_the_plot_has_axes_units_and_a_sentence():
     (axes,) = figure.axes
     assert "exponent" in axes.get_xlabel() and "%" in axes.get_ylabel()
     assert "loss scale" in figure.texts[0].get_text()
+
+
+@pytest.mark.parametrize("fault", [Loud, Squared])
+def test_the_output_that_overflowed_is_drawn_and_heads_the_table(fault):
+    report = keras_mp.diagnose(compiled(nested, fault), X, Y)
+    path = fault_of(report)
+    assert (report.worst[0].path, report.worst[0].kind) == (path, "output")
+    cell = report._row(report.worst[0])[-1]
+    assert cell == {Loud: "inf", Squared: "nan"}[fault]
+    outputs, gradients = report.plot().axes
+    assert outputs.get_title().startswith("Outputs")
+    labels = [text.get_text() for text in outputs.get_legend().get_texts()]
+    assert labels[0] == f"output of {path}"
+    assert gradients.get_title().startswith("Gradients")
+
+
+def test_a_line_that_is_not_enough_is_not_printed():
+    report = keras_mp.diagnose(compiled(nested, Squared), X, Y)
+    report = dataclasses.replace(report, cured=False)
+    assert report.line == "" and "MixedFloat16(" not in str(report)
+    assert report.sentences[-1] == (
+        "Keeping inner/fault in float32 is not enough. Run "
+        "keras_mp.find_float32_layers(model, x, y)."
+    )
 
 
 # What is refused ----------------------------------------------------------------------

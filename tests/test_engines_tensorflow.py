@@ -26,9 +26,7 @@ import tensorflow as tf
 from engine_tensorflow import local_values, mirrored, trace
 
 # What is told of them is tested in test_skip_watch.py.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*broken whatever the loss scale:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*whatever the loss scale:UserWarning")
 
 # A loop of one's own -------------------------------------------------------------
 

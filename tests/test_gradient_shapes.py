@@ -16,9 +16,7 @@ from backends import (
 import keras_mp
 
 # What is told of broken steps is tested in test_skip_watch.py.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*broken whatever the loss scale:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*whatever the loss scale:UserWarning")
 
 NOT_ON_TENSORFLOW = pytest.mark.skipif(
     BACKEND == "tensorflow", reason="Keras has no stateless_apply there"

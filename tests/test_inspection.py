@@ -741,3 +741,136 @@ def test_a_clean_model_has_no_warnings():
     model.compile("adam", "sparse_categorical_crossentropy")
     assert keras_mp.inspect(model).warnings == ()
     assert "Look at" not in str(keras_mp.inspect(model))
+
+
+# Constants, in what JAX and TensorFlow trace ------------------------------------------
+
+traced = pytest.mark.skipif(BACKEND == "torch", reason="torch traces nothing")
+
+
+class Constants(layers.Layer):
+    """Computes with a constant."""
+
+    def __init__(self, which, **kwargs):
+        super().__init__(**kwargs)
+        self.which = which
+
+    def call(self, x):
+        return self.which(x)
+
+    def get_config(self):
+        return {**super().get_config(), "which": self.which}
+
+
+LOST = {
+    "a divisor": (lambda x: x / ops.cast(70000, x.dtype), "70000 is inf"),
+    "a number": (lambda x: x * 70000.0, "70000 is inf"),
+    "a clip": (
+        lambda x: ops.log(1 - ops.clip(ops.sigmoid(x), 1e-7, 1 - 1e-7)),
+        "0.9999999 is 1",
+    ),
+    "a maximum": (lambda x: x / ops.maximum(ops.abs(x), 1e-12), "1e-12 is 0"),
+    "a mask": (lambda x: x + (1 - ops.cast(x > 0, x.dtype)) * -1e9, "-1e+09 is -inf"),
+}
+
+
+def says_of_constants(model):
+    return [w for w in keras_mp.inspect(model).warnings if "its constant" in w.sentence]
+
+
+@traced
+# What makes the constants, as the layer is called, may warn of those that overflow.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(("which", "said"), LOST.values(), ids=LOST)
+def test_a_constant_that_float16_turns_into_another_is_named(which, said):
+    model = graph(
+        lambda: layers.Dense(8),
+        lambda: Constants(which, name="fault"),
+        lambda: layers.Dense(8),
+    )
+    (warning,) = says_of_constants(model)
+    assert warning.paths == ("model/fault",)
+    assert said.replace("+", "") in warning.sentence.replace("+", "")
+    line = re.search(r"keras_mp\.MixedFloat16\(.*\)", warning.remedy).group()
+    policy = eval(line, {"keras_mp": keras_mp})
+    keras_mp.convert(model, policy)
+    assert says_of_constants(model) == []
+    keras_mp.convert(model, "float32")
+    assert says_of_constants(model) == []
+
+
+@traced
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_constant_of_a_subclassed_model_is_named_once_it_was_called():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.fault = layers.Dense(8), Constants(LOST["a mask"][0])
+
+        def call(self, x):
+            return self.dense(self.fault(self.dense(x)))
+
+    with keras_mp.policy_scope("mixed_float16"):
+        model = Own()
+        assert says_of_constants(model) == []
+        model(np.ones((2, 8), "float32"))
+    before = values(model.variables)
+    (warning,) = says_of_constants(model)
+    assert warning.paths == (model.fault.path,)
+    assert same_bits(before, values(model.variables))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="the others trace")
+def test_on_torch_it_is_said_that_a_run_finds_them():
+    model = graph(lambda: layers.Dense(8), lambda: layers.Dense(8))
+    assert "keras_mp.diagnose(model, x, y)" in str(keras_mp.inspect(model))
+
+
+ORDINARY = {
+    **{
+        name: ((8,), lambda name=name: layers.Activation(name))
+        for name in (
+            "relu leaky_relu relu6 elu selu gelu silu softplus softsign mish tanh "
+            "sigmoid hard_sigmoid hard_silu exponential log_sigmoid softmax celu glu "
+            "log_softmax tanh_shrink hard_tanh hard_shrink soft_shrink"
+        ).split()
+    },
+    "LayerNormalization": ((8,), lambda: layers.LayerNormalization(epsilon=1e-12)),
+    "BatchNormalization": ((8,), lambda: layers.BatchNormalization(epsilon=1e-12)),
+    "GroupNormalization": ((8,), lambda: layers.GroupNormalization(4, epsilon=1e-12)),
+    "Normalization": ((8,), lambda: layers.Normalization(mean=0.0, variance=1e-12)),
+    "Dropout": ((8,), lambda: layers.Dropout(0.1)),
+    "Rescaling": ((8,), lambda: layers.Rescaling(1 / 255)),
+    "Conv2D": ((8, 8, 8), lambda: layers.Conv2D(8, 3)),
+    "MaxPooling2D": ((8, 8, 8), lambda: layers.MaxPooling2D()),
+    "AveragePooling2D": ((8, 8, 8), lambda: layers.AveragePooling2D(2)),
+    "GlobalMaxPooling2D": ((8, 8, 8), lambda: layers.GlobalMaxPooling2D()),
+    "UpSampling2D": ((8, 8, 8), lambda: layers.UpSampling2D()),
+    "LSTM": ((4, 8), lambda: layers.LSTM(8)),
+    "GRU": ((4, 8), lambda: layers.GRU(8)),
+    "Bidirectional": ((4, 8), lambda: layers.Bidirectional(layers.LSTM(8))),
+    "Softmax": ((4, 8), lambda: layers.Softmax(dtype=keras.DTypePolicy(MIXED))),
+    "ReLU": ((8,), lambda: layers.ReLU(6.0, 0.1, 0.1)),
+}
+MIXED = "mixed_float16"
+
+
+@pytest.mark.parametrize(("shape", "make"), ORDINARY.values(), ids=ORDINARY)
+def test_the_constants_of_ordinary_layers_are_not_named(shape, make):
+    dense = lambda: layers.Dense(8)  # noqa: E731 (one of the stack)
+    assert says_of_constants(stock(dense, make, dense, shape=shape)) == []
+
+
+def test_the_constants_of_an_attention_with_a_mask_are_not_named():
+    with keras_mp.policy_scope(MIXED):
+        tokens = keras.Input((6,), dtype="int32")
+        x = layers.Embedding(10, 8, mask_zero=True)(tokens)
+        x = layers.MultiHeadAttention(2, 8)(x, x, use_causal_mask=True)
+        model = keras.Model(tokens, layers.Dense(8)(x))
+    assert says_of_constants(model) == []
+
+
+def test_the_constants_of_a_mobilenet_are_not_named():
+    with keras_mp.policy_scope(MIXED):
+        model = keras.applications.MobileNetV3Small(weights=None)
+    assert says_of_constants(model) == []

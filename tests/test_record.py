@@ -79,8 +79,6 @@ def test_a_copy_keeps_what_was_decided(way):
         assert other.dtype_policy == ours.dtype_policy
         before, after = decision_for(ours), decision_for(other)
         if after is None:  # A clone is made of configs: of float32 they say no more.
-            after is None
-        ):  # A clone is made of configs, and of float32 they say no more.
             assert way == "clone" and other.compute_dtype == "float32"
             continue
         names = [decision.rule and decision.rule.name for decision in (before, after)]

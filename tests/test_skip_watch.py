@@ -37,7 +37,7 @@ def test_a_broken_step_is_told_once_with_the_variables_concerned():
     (message,) = (str(w.message) for w in told if w.category is UserWarning)
     assert "at step 2 " in message and "loss scale 4;" in message
     assert "finite last: kernel)" in message and "bias" not in message
-    assert "lower the learning rate" in message
+    assert "Lower the learning rate" in message
 
 
 def test_an_overflow_that_a_lower_scale_may_mend_is_not_told():
@@ -49,8 +49,13 @@ def test_an_overflow_that_a_lower_scale_may_mend_is_not_told():
 def test_a_loss_that_is_not_finite_is_told():
     optimizer, variables = make(min_scale=1.0)
     step = stateful_step(optimizer, variables, compiled=False)
-    with pytest.warns(UserWarning, match="whatever the loss scale"):
+    with pytest.warns(UserWarning) as told:
         step(BROKEN, np.float32(np.inf))
+    (message,) = (str(w.message) for w in told if w.category is UserWarning)
+    assert message.startswith("1 of 1 steps were skipped because the loss is not fin")
+    assert message.endswith("print(keras_mp.diagnose(model, x, y))")
+    # All variables are infected, and neither clipping nor another rate helps.
+    assert "kernel" not in message and "learning rate" not in message
     assert float(optimizer.loss_scale) == 4.0
 
 
@@ -109,7 +114,7 @@ def test_a_compiled_loop_is_told_when_it_asks(compiled):
         assert part in str(error.value)
 
 
-def test_fit_looks_once_in_a_hundred_steps_and_at_the_end(monkeypatch):
+def test_fit_looks_after_ten_steps_once_in_a_hundred_and_at_the_end(monkeypatch):
     looks = []
     original = keras_mp.LossScaleOptimizer.raise_if_diverged
 
@@ -121,7 +126,7 @@ def test_fit_looks_once_in_a_hundred_steps_and_at_the_end(monkeypatch):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras_mp.LossScaleOptimizer("sgd", initial_scale=8.0), "mse")
     model.fit(np.ones((250, 1)), np.ones((250, 1)), batch_size=1, verbose=0)
-    assert len(looks) == 3
+    assert len(looks) == 4  # Before steps 11, 111 and 211, and at the end.
 
 
 def test_fit_tells_of_broken_steps_before_it_ends():
@@ -135,9 +140,40 @@ def test_fit_tells_of_broken_steps_before_it_ends():
     x[3] = np.nan
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        with pytest.raises(UserWarning, match="1 of 1 skipped steps"):
+        with pytest.raises(UserWarning, match="1 of 10 steps"):
             model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[last])
-    assert last.batch == 99
+    assert last.batch == 9
+
+
+def test_an_activation_that_overflows_is_told_within_twenty_steps():
+    class Square(keras.layers.Layer):
+        def call(self, x):
+            return x * x
+
+    class LastBatch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.batch = batch
+
+    with keras_mp.policy_scope("mixed_float16"):
+        dense = keras.layers.Dense(4, kernel_initializer="ones", name="dense")
+        square = Square(name="square")
+        stack = [keras.Input((1,)), dense, square, keras.layers.Dense(1)]
+        model = keras.Sequential(stack, name="model")
+    model.compile("sgd", "mse")
+    x, last = np.full((250, 1), 7000.0), LastBatch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(UserWarning) as told:
+            model.fit(x, x, batch_size=1, verbose=0, callbacks=[last])
+    assert last.batch < 20
+    message = str(told.value)
+    assert message.startswith("10 of 10 steps were skipped because the loss is not")
+    assert "An activation overflows float16" in message
+    line = message.rpartition(": ")[2]
+    assert line == "print(keras_mp.diagnose(model, x, y))"
+    report = eval(line[6:-1], {"keras_mp": keras_mp, "model": model, "x": x, "y": x})
+    assert report.verdict.overflowing[0].path == "model/square"
+    assert report.line == "" or report.cured
 
 
 def test_the_report_counts_infinities_and_nans_of_each_variable():

@@ -172,7 +172,7 @@ def test_one_bad_sample_in_each_of_200_epochs_keeps_the_scale_and_learns():
     model = model_under()
     untrained = model.evaluate(x, y, verbose=0)[0]
     x[9, 2] = np.nan
-    with pytest.warns(UserWarning, match="skipped steps were broken"):
+    with pytest.warns(UserWarning, match="whatever the loss scale"):
         model.fit(x, y, batch_size=8, epochs=200, verbose=0, shuffle=False)
     assert int(model.optimizer.skipped_steps) == 200
     assert float(model.optimizer.loss_scale) == 256.0
@@ -190,7 +190,7 @@ def test_the_logs_stay_finite_when_one_batch_in_a_hundred_overflows(bad):
     x = np.tile(X[:8], (100, 1))
     x[8 * bad] = 2.0**120  # Finite, and its activations in float16 are not.
     model = model_under()
-    with pytest.warns(UserWarning, match="1 of 1 skipped steps"):
+    with pytest.warns(UserWarning, match="^1 of "):
         history = model.fit(
             x,
             np.tile(Y[:8], (100, 1)),

@@ -179,7 +179,11 @@ CALLS = {
         "Did you mean 'mixed_float16'?",
         "keras_mp.set_global_policy(",
     ),
-    "loss_scaling.skip_watch.look": (nan_in_fit, "were broken", "model.fit("),
+    "loss_scaling.skip_watch.look": (
+        nan_in_fit,
+        "were skipped because the loss is not finite",
+        "model.fit(",
+    ),
     "loss_scaling.checkpoint.load": (
         another_optimizers_checkpoint,
         "Skipping variable loading for optimizer 'loss_scale",

@@ -18,6 +18,17 @@ FINITE, INFINITE, NAN = 0, 1, 2
 
 Wrapper = Callable[[Callable], Callable]
 
+# The name of a scope, with its number.
+SCOPE = r"keras_mp_(\d+)_"
+
+
+class Constant(NamedTuple):
+    """A floating-point number that stands in a traced program."""
+
+    scope: str  # The number of the innermost scope; empty if there is none.
+    value: float
+    dtype: str
+
 
 class Update(NamedTuple):
     """An update of variables that may be skipped.
@@ -224,6 +235,24 @@ class Engine:
     ) -> tuple[Any, list, list, list]:
         """See `differentiation.differentiate`."""
         raise NotImplementedError
+
+    traces = True
+    """Does the backend trace a model into a program?"""
+
+    def constants(
+        self, function: Callable, variables: Sequence[Any], arguments: Any
+    ) -> list[Constant]:
+        """The floating-point scalars in the program of a function, which is not run.
+
+        Args:
+            function: takes `arguments`, and reads `variables`.
+            arguments: symbolic tensors of Keras, or structures of them.
+        """
+        raise NotImplementedError
+
+    def scope(self, name: str) -> contextlib.AbstractContextManager:
+        """A context whose name the constants in it have."""
+        return contextlib.nullcontext()
 
     def list_devices(self) -> list[Any]:
         """The devices that the framework sees, each a `devices.Device`."""

@@ -45,6 +45,18 @@ def half_policies(model: Any) -> Choice:
     return lambda layer: FLOAT32 if id(layer) in within else half
 
 
+def in_the_half(choose: Choice, dtype: str) -> Choice:
+    """The same choice, with "float16" or "bfloat16" where it is the other one."""
+    policy = keras.DTypePolicy(f"mixed_{dtype}")
+
+    def chosen(layer: Any) -> Any:
+        own = choose(layer) or policy_of(layer)
+        other = own.compute_dtype in HALF and own.compute_dtype != dtype
+        return policy if other else choose(layer)
+
+    return chosen
+
+
 def in_float32(layer: Any) -> keras.DTypePolicy:
     """Chooses float32 for every layer."""
     return FLOAT32

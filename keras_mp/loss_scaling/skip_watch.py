@@ -18,12 +18,18 @@ class SkipWatch:
 
     Args:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
+        lowest_scale: the loss scale that is never lowered.
     """
 
-    def __init__(self, max_consecutive_skips: int | None) -> None:
+    def __init__(
+        self, max_consecutive_skips: int | None, lowest_scale: float = 1.0
+    ) -> None:
         self.max_consecutive_skips = max_consecutive_skips
+        self._lowest_scale = lowest_scale
         # `fit` looks once in so many steps: a row of twice as many never goes unseen.
-        self.interval = min(max_consecutive_skips or 100, 100)
+        self._usual_interval = min(max_consecutive_skips or 100, 100)
+        # The first look comes early: a model whose loss is never finite shows it then.
+        self.interval = min(10, self._usual_interval)
         self._warned = False
         self.resume(skipped_steps=0, broken_steps=0)
 
@@ -46,6 +52,7 @@ class SkipWatch:
             TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those
                 that were reported are not held against a training that goes on.
         """
+        self.interval = self._usual_interval
         # Of a variable with a value on each of TensorFlow's replicas, one value.
         state = LossScaleState(*(ops.copy(value) for value in state))
         skips, total = int(state.consecutive_skips), int(state.skipped_steps)
@@ -56,25 +63,36 @@ class SkipWatch:
         if not diverged and (self._warned or broken <= self._reported_broken_steps):
             return
         self._warned = True
-        where = (
-            f"at step {steps} (loss scale {float(state.scale):g}; variables whose "
-            f"gradients were not finite last: {named(newest(counts, variables))})"
-        )
+        scale = float(state.scale)
+        where = f"at step {steps} (loss scale {scale:g}"
+        infected = named(newest(counts, variables))
+        names = f"; variables whose gradients were not finite last: {infected})"
+        # Broken at a scale that could go lower: the loss itself was not finite, and all
+        # variables are infected.
+        is_loss = broken > 0 and scale > self._lowest_scale
         if diverged:
             self._reported_skips = total
             raise TrainingDivergedError(
-                f"{skips} steps in a row had gradients that are not finite, {where}, "
-                f"and max_consecutive_skips={most}. {_REMEDY}"
+                f"{skips} steps in a row had gradients that are not finite, {where}"
+                f"{names}, and max_consecutive_skips={most}. "
+                f"{_LOSS if is_loss else _GRADIENTS} {_DIAGNOSE}"
             )
-        warn(
-            f"{broken} of {total} skipped steps were broken whatever the loss scale: "
-            "the loss itself was not finite, or gradients at a scale that goes no "
-            f"lower. Seen {where}. The scale was not lowered for them. {_REMEDY}"
-        )
+        if is_loss:
+            warn(
+                f"{broken} of {steps} steps were skipped because the loss is not "
+                f"finite, whatever the loss scale. Seen {where}). {_LOSS} {_DIAGNOSE}"
+            )
+        else:
+            warn(
+                f"{broken} of {total} skipped steps were broken whatever the loss "
+                "scale: the loss itself was not finite, or gradients at a scale that "
+                f"goes no lower. Seen {where}{names}. {_GRADIENTS} {_DIAGNOSE}"
+            )
 
 
-_REMEDY = (
-    "Look for inputs or targets that are not finite, lower the learning rate, clip "
-    "gradients, or keep more layers in float32; `optimizer.nonfinite_report()` lists "
-    "all variables."
+_LOSS = "An activation overflows float16, or the data or the weights are not finite."
+_GRADIENTS = (
+    "Lower the learning rate, clip gradients, or keep more layers in float32; "
+    "`optimizer.nonfinite_report()` lists all variables."
 )
+_DIAGNOSE = "Find the layer: print(keras_mp.diagnose(model, x, y))"

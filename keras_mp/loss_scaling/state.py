@@ -4,6 +4,7 @@ A value that the optimizer holds: the variables of a `LossScaleState`, counts of
 gradients that were not finite, and the watches of Python's own.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ class LossScaling:
     ) -> None:
         self.rule = rule
         self.stage = GradientStage()
-        self.skips = SkipWatch(max_consecutive_skips)
+        lowest = rule.min_scale if rule.dynamic else math.inf
+        self.skips = SkipWatch(max_consecutive_skips, lowest)
         self.underflow = UnderflowWatch()
         self.before_skip: list[Any] | None = None
         self._add_variable = add_variable

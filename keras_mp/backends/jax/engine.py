@@ -11,7 +11,13 @@ import keras
 from jax import lax
 
 from keras_mp.backends.engine import Engine, Update, Wrapper
-from keras_mp.backends.jax import compilation, devices, differentiation, gradients
+from keras_mp.backends.jax import (
+    compilation,
+    constants,
+    devices,
+    differentiation,
+    gradients,
+)
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.repairs import attention, broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -53,6 +59,8 @@ class JaxEngine(Engine):
     nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
+    scope = staticmethod(constants.scope)
+    constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)

@@ -13,7 +13,13 @@ import tensorflow as tf
 
 from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
-from keras_mp.backends.tensorflow import devices, differentiation, gradients, replicas
+from keras_mp.backends.tensorflow import (
+    constants,
+    devices,
+    differentiation,
+    gradients,
+    replicas,
+)
 from keras_mp.backends.tensorflow import private as tensorflow_private
 from keras_mp.backends.tensorflow.writes import written_where
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -28,6 +34,8 @@ class TensorFlowEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
+    scope = staticmethod(constants.scope)
+    constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)

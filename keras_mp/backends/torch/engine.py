@@ -22,6 +22,7 @@ class TorchEngine(Engine):
     unscale = staticmethod(gradients.unscale)
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
+    traces = False
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)

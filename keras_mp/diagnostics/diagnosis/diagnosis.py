@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_mp.diagnostics.data import one_batch
+from keras_mp.diagnostics.diagnosis.departure import Comparison, Departure, layer_of
 from keras_mp.diagnostics.diagnosis.probe import Output, Probe, probe
 from keras_mp.diagnostics.diagnosis.ranges import range_of
 from keras_mp.diagnostics.diagnosis.report import Report
@@ -15,24 +16,28 @@ from keras_mp.diagnostics.inspection.inspection import inspect
 from keras_mp.diagnostics.temporary_policies import (
     half_policies,
     in_float32,
+    in_the_half,
     is_in_half,
     layers_in_half,
     policy_name,
     with_float32,
 )
 from keras_mp.keras_seams import private
-from keras_mp.policies.layers import layer_path
 from keras_mp.policies.temporary import Choice, temporary_policies
 
+# How many layers are added, one by one, to those that stay in float32.
+_ROUNDS = 8
 _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
 
 
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Report:
     """Says what float16 and bfloat16 do to a model, by one batch of its data.
 
-    The batch goes forward and backward three times: in float32, whose magnitudes say
-    what would fit; under the model's policy, or float16 if it has none; and once more
-    with the layers that should stay in float32. The model stays as it was, except that
+    The batch goes forward and backward in float32, whose magnitudes say what would fit;
+    under the model's policy, or float16 if it has none; a few times more to hold
+    outputs and loss in half precision against those of float32, up to the rounding that
+    no half dtype can avoid; and with the layers that should stay in float32, until all
+    is finite and agrees. The model stays as it was, except that
     a model which was never called is built. The cell of an RNN, which runs in a loop,
     is not looked into.
 
@@ -75,8 +80,21 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     first = _first_broken(found, wide)
     broken = _broken_in_float32(batch, wide)
     kept: tuple[str, ...] = ()
+    departure, cured, suits = None, None, ""
     if not broken:
-        kept = _to_keep(verdict, first, [p for w in epsilons for p in w.paths])
+        float16 = Comparison(model, batch, choose, "float16")
+        if verdict.fits and not first:
+            departure = float16.departure()
+        if verdict.fits and not first and not departure:
+            suits = "float16"
+        elif verdict.bfloat16:
+            suits = "bfloat16" if _agrees_in_bfloat16(model, batch, choose) else ""
+        kept = _to_keep(
+            verdict, first, departure, [p for w in epsilons for p in w.paths]
+        )
+        if kept:
+            choose = in_the_half(choose, "float16")
+            kept, cured = _cure(model, batch, choose, float16, kept)
     return Report(
         model=model.name,
         scale=scale,
@@ -85,9 +103,12 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         verdict=verdict,
         broken_in_float32=broken,
         broken=first.path if first else "",
+        broken_values=first.values if first else None,
+        departure=departure,
+        suits=suits,
         epsilons=tuple(epsilons),
         kept=kept,
-        cured=_is_cured(model, batch, choose, kept) if kept else None,
+        cured=cured,
     )
 
 
@@ -115,7 +136,7 @@ def loss_scale_of(model: Any) -> float:
 def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
     outputs, flowing = [], []
     for o in wide.outputs:
-        what = (is_in_half(o.operation, half), _layer_of(o.operation))
+        what = (is_in_half(o.operation, half), layer_of(o.operation))
         outputs.append(Measured(o.path, "output", o.values, *what))
         if o.gradient is not None:
             kind = "activation gradient"
@@ -129,17 +150,9 @@ def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
     for variable in reversed(model.trainable_variables):
         found, owner = wide.gradients[variable.path], owners.get(id(variable))
         if found is not None:
-            what = (id(owner) in half, _layer_of(owner))
+            what = (id(owner) in half, layer_of(owner))
             gradients.append(Measured(variable.path, "gradient", found, *what))
     return (*outputs, *reversed(flowing), *gradients)
-
-
-def _layer_of(operation: Any) -> str:
-    """The path that `float32=` takes; empty if `operation` is no single layer."""
-    is_layer = isinstance(operation, keras.layers.Layer)
-    # All layers of a model would follow it to float32.
-    is_single = is_layer and not isinstance(operation, keras.Model)
-    return layer_path(operation) if is_single else ""
 
 
 def _broken_in_float32(batch: Any, wide: Probe) -> str:
@@ -153,7 +166,8 @@ def _broken_in_float32(batch: Any, wide: Probe) -> str:
                 continue
             if not range_of(ops.convert_to_numpy(array)).finite:
                 return f"`{name}`"
-    return next((o.path for o in wide.outputs if not o.values.finite), "")
+    named = [*((o.path, o.values) for o in wide.outputs), ("the loss", wide.loss)]
+    return next((path for path, values in named if not values.finite), "")
 
 
 def _first_broken(found: Probe, wide: Probe) -> Output | None:
@@ -164,20 +178,62 @@ def _first_broken(found: Probe, wide: Probe) -> Output | None:
 
 
 def _to_keep(
-    verdict: Verdict, first: Output | None, epsilons: Sequence[str]
+    verdict: Verdict,
+    first: Output | None,
+    departure: Departure | None,
+    epsilons: Sequence[str],
 ) -> tuple[str, ...]:
     """The paths of the layers that should stay in float32."""
     paths = [m.layer for m in (*verdict.overflowing, *verdict.outliers)]
     paths += epsilons
     # What follows an overflow is not finite either.
     if first and not verdict.overflowing:
-        paths.append(_layer_of(first.operation))
+        paths.append(layer_of(first.operation))
+    if departure:
+        paths.append(departure.layer)
     return tuple(dict.fromkeys(p for p in paths if p))
 
 
-def _is_cured(model: Any, batch: Any, choose: Choice, kept: Sequence[str]) -> bool:
-    """Is everything finite, unscaled, with these layers in float32?"""
-    with temporary_policies(model, with_float32(choose, kept)):
-        seen = probe(model, batch, 1.0)
+def _cure(
+    model: Any,
+    batch: Any,
+    choose: Choice,
+    expected: Comparison,
+    kept: tuple[str, ...],
+) -> tuple[tuple[str, ...], bool]:
+    """Keeps more layers in float32 until all is finite, unscaled, and agrees.
+
+    Returns:
+        The paths of all that are kept, and whether they are enough.
+    """
+    for _ in range(_ROUNDS):
+        try:
+            with temporary_policies(model, with_float32(choose, kept)):
+                seen = probe(model, batch, 1.0)
+            departure = expected.departure(kept) if _finite(seen) else None
+        except Exception:  # TensorFlow, for one, adds no tensors of two dtypes.
+            break
+        # An output in float32 may be infinite only in the layer that it goes to.
+        broken = next((o for o in seen.outputs if not o.values.finite), None)
+        if departure:
+            more = departure.layer
+        elif broken:
+            more = layer_of(broken.operation)
+        else:
+            return kept, _finite(seen)
+        if not more or more in kept:
+            break
+        kept = (*kept, more)
+    return kept, False
+
+
+def _finite(seen: Probe) -> bool:
     ranges = [*(o.values for o in seen.outputs), *seen.gradients.values()]
     return all(found is None or found.finite for found in ranges)
+
+
+def _agrees_in_bfloat16(model: Any, batch: Any, choose: Choice) -> bool:
+    try:
+        return Comparison(model, batch, choose, "bfloat16").departure() is None
+    except Exception:  # An operation may have no kernel for bfloat16.
+        return False

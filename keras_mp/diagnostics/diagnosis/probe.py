@@ -25,12 +25,13 @@ class Probe(NamedTuple):
     """The ranges of one batch."""
 
     outputs: tuple[Output, ...]  # In the order in which they were computed.
+    loss: Range  # Times the scale.
     gradients: dict[str, Range | None]  # By the paths of the trainable variables.
 
 
 def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
     """Runs one batch forward and backward; see `gradients_of`."""
-    calls = _Calls()
+    calls = Calls()
     compiled = model.jit_compile is not False and not model.run_eagerly
     found = gradients_of(model, batch, scale, calls.shown_to, compiled)
     outputs = zip(calls.made, found.seen, found.by_seen, strict=True)
@@ -40,6 +41,7 @@ def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
             Output(path, operation, range_of(values), _range(gradient))
             for (path, operation), values, gradient in outputs
         ),
+        loss=range_of(found.loss),
         gradients={variable.path: _range(gradient) for variable, gradient in gradients},
     )
 
@@ -48,7 +50,7 @@ def _range(array: Any) -> Range | None:
     return None if array is None else range_of(array)
 
 
-class _Calls:
+class Calls:
     """The tensors that layers and operations return, in the order of their calls."""
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keras_mp.diagnostics.diagnosis.departure import Departure
 from keras_mp.diagnostics.diagnosis.ranges import FLOAT16, Range, joined
 from keras_mp.diagnostics.diagnosis.verdict import (
     LOST,
@@ -20,6 +21,7 @@ from keras_mp.display.tables import Table
 from keras_mp.loss_scaling.nonfinite import named
 
 _ROWS = 12
+_OUTPUTS = 2  # So many that overflow are drawn, and stand before the other rows.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,9 +38,15 @@ class Report:
         broken_in_float32: the first output, or part of the batch, that is not finite in
             float32; or empty.
         broken: the first output that is not finite in half precision only; or empty.
+        broken_values: its range in half precision.
+        departure: where float16 departs from float32 though all is finite and in
+            range; or None.
+        suits: "float16", else "bfloat16", if all fits and outputs and loss agree with
+            float32's at this batch; or empty.
         epsilons: layers whose epsilon becomes 0 in half precision.
         kept: the layers that should stay in float32.
-        cured: whether all is finite with these in float32; None if there are none.
+        cured: whether all is finite and agrees with these in float32; None if there are
+            none.
     """
 
     model: str
@@ -48,6 +56,9 @@ class Report:
     verdict: Verdict
     broken_in_float32: str
     broken: str
+    broken_values: Range | None
+    departure: Departure | None
+    suits: str
     epsilons: tuple[Finding, ...]
     kept: tuple[str, ...]
     cured: bool | None
@@ -55,15 +66,18 @@ class Report:
     @property
     def recommended(self) -> str:
         """The half dtype that suits the model: float16, for its bits, if all fits."""
-        if self.verdict.fits or not self.verdict.bfloat16:
-            return "float16"
-        return "bfloat16"
+        return self.suits or "float16"
 
     @property
     def line(self) -> str:
-        """The policy to paste, with the layers that should stay in float32."""
+        """The policy to paste, with the layers that should stay in float32.
+
+        Empty if it is not enough, or if there are none.
+        """
+        if not self.cured:
+            return ""
         patterns = [re.escape(path) for path in self.kept]
-        return f"keras_mp.MixedFloat16(float32={patterns!r})" if patterns else ""
+        return f"keras_mp.MixedFloat16(float32={patterns!r})"
 
     @property
     def sentences(self) -> list[str]:
@@ -87,8 +101,11 @@ class Report:
         elif self.broken:
             yield (
                 f"{self.broken} is the first whose output is not finite in half "
-                "precision; in float32 it is, and small enough for float16."
+                "precision: a value within it overflows. In float32 its output is "
+                "finite, and small enough for float16."
             )
+        if self.departure:
+            yield str(self.departure)
         for finding in self.epsilons:
             yield f"{', '.join(finding.paths)}: {finding.sentence}"
 
@@ -124,9 +141,9 @@ class Report:
         )
 
     def _advice(self) -> Iterator[str]:
-        if self.verdict.fits:
+        if self.suits == "float16":
             yield "float16 suits this model: it has 3 bits more than bfloat16."
-        elif self.verdict.bfloat16:
+        elif self.suits == "bfloat16":
             yield (
                 "bfloat16 suits this model: its range is that of float32, and it needs "
                 "no loss scale. It has 3 bits less than float16."
@@ -134,13 +151,18 @@ class Report:
         else:
             yield "Neither float16 nor bfloat16 holds all of it."
         if self.line:
-            number = "all" if self.cured else "not all"
             yield (
-                f"With these layers in float32 {number} outputs and gradients are "
-                f"finite: {self.line}"
+                "With these layers in float32 all outputs and gradients are finite, "
+                f"and outputs and loss agree with float32's: {self.line}"
             )
-            if not self.cured:
-                yield "keras_mp.find_float32_layers(model, (x, y)) finds the others."
+        elif self.kept:
+            yield (
+                f"Keeping {named(self.kept)} in float32 is not enough. Run "
+                "keras_mp.find_float32_layers(model, x, y)."
+            )
+        elif self.departure or self.broken or self.verdict.overflowing:
+            # An operation of a graph computes in the dtype of its inputs.
+            yield 'Cast the input of that operation: keras.ops.cast(x, "float32").'
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, strings and numbers, for JSON."""
@@ -172,24 +194,45 @@ class Report:
             power(found.largest),
             power(found.smallest),
             f"{measured.lost(self.scale):.0%}" if measured.is_gradient else "",
-            f"{above:+d} {below:+d}" if found.largest else "",
+            self._not_finite(measured)
+            or (f"{above:+d} {below:+d}" if found.largest else ""),
         )
+
+    def _not_finite(self, measured: Measured) -> str:
+        """What the first output that is not finite in half precision holds."""
+        found = self.broken_values
+        if found is None or (measured.path, measured.kind) != (self.broken, "output"):
+            return ""
+        return "nan" if found.nans else "inf"
+
+    @property
+    def overflowed(self) -> list[Measured]:
+        """The first outputs that are not finite in half precision, or none."""
+        broken = [m for m in self.measured if self._not_finite(m)]
+        others = [m for m in self.verdict.overflowing if m not in broken]
+        return [*broken, *others][:_OUTPUTS]
 
     @property
     def worst(self) -> list[Measured]:
-        """The tensors in half precision that have the least room, or none."""
+        """The tensors in half precision that have the least room, or none.
+
+        An output that overflows comes first: the gradients follow from it.
+        """
+        first = self.overflowed
         half = [m for m in self.measured if m.half and m.range.largest]
-        return sorted(half, key=lambda m: m.room(self.scale))[:_ROWS]
+        others = [m for m in half if m not in first]
+        return [*first, *sorted(others, key=lambda m: m.room(self.scale))][:_ROWS]
 
     def _title(self) -> str:
         return f"{self.model}: {self.policy}, loss scale {self.scale:g}"
 
     def _legend(self) -> str:
+        first = ", outputs that overflow first" if self.overflowed else ""
         return (
             f"The {len(self.worst)} of {len(self.measured)} tensors with the least "
-            "room. Magnitudes are those of float32, unscaled; lost is the share of a "
-            "gradient that underflows to 0, and headroom the powers of two above the "
-            "largest and below the smallest, in float16 at the loss scale."
+            f"room{first}. Magnitudes are float32's, unscaled; lost is the share "
+            "of a gradient that underflows to 0, and headroom the powers of two above "
+            "the largest and below the smallest, in float16 at the loss scale."
         )
 
     def __str__(self) -> str:
@@ -215,6 +258,7 @@ class Report:
         return plot_gradients(
             {_label(name, range): range.shares for name, range in found.items()},
             self.scale,
+            {f"output of {m.path}": m.range.shares for m in self.overflowed},
         )
 
     def _repr_html_(self) -> str:

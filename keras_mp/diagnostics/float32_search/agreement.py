@@ -1,18 +1,22 @@
-"""Do a model's outputs and gradients in half precision agree with float32's?"""
+"""Does what a model computes in half precision agree with what float32 computes?"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_mp.backends.differentiation import Gradients
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
 from keras_mp.diagnostics.one_batch import gradients_of, results_through
 from keras_mp.diagnostics.temporary_policies import is_in_half
 from keras_mp.keras_seams import private
 
+# How many times the error from rounding counts as agreement: healthy models stay below
+# 2.5 times.
+TOLERANCE = 4.0
 # Allows every finite error.
 ANY = float(np.finfo("float64").max)
 # How many times everything is rounded, each time at random.
@@ -25,7 +29,7 @@ _ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 
 
 class Quantity(NamedTuple):
-    """An output, or the unscaled gradient by a variable, as a NumPy array."""
+    """An output, the loss, or an unscaled gradient, as a NumPy array."""
 
     name: str
     values: np.ndarray
@@ -35,7 +39,7 @@ class Error(NamedTuple):
     """How far a quantity is from float32's.
 
     Attributes:
-        name: "output", "output 2", or the path of a variable.
+        name: "output", "output 2", "loss", or the path of a layer or variable.
         error: ||found - expected|| / ||expected||; inf if it is not finite.
         allowed: the largest error that counts as agreement.
     """
@@ -68,24 +72,32 @@ class Agreement(NamedTuple):
 
     def errors(self, found: Sequence[Quantity]) -> list[Error]:
         """The errors of all quantities, the largest relative to its limit first."""
-        errors = [
-            Error(expected.name, _error(quantity, expected), allowed)
-            for quantity, expected, allowed in zip(
-                found, self.expected, self.allowed, strict=True
-            )
+        return sorted(self.in_order(found), key=lambda e: -e.error / e.allowed)
+
+    def in_order(self, found: Sequence[Quantity]) -> list[Error]:
+        """The errors of those quantities that were found, in the order of float32's."""
+        by_name = {quantity.name: quantity for quantity in found}
+        return [
+            Error(expected.name, _error(by_name[expected.name], expected), allowed)
+            for expected, allowed in zip(self.expected, self.allowed, strict=True)
+            if expected.name in by_name
         ]
-        return sorted(errors, key=lambda e: -e.error / e.allowed)
 
 
 def agreement(
-    model: Any, batch: Any, policy: str, half: set[int], tolerance: float
+    model: Any,
+    compute: Callable[[], list[Quantity]],
+    policy: str,
+    half: set[int],
+    tolerance: float = TOLERANCE,
 ) -> Agreement:
     """Measures what float32 computes; all layers must have the policy float32.
 
-    `half` has the ids of the layers that will compute in half precision under the
-    policy. Raises a ValueError if something is not finite in float32.
+    `compute` runs one batch, and `half` has the ids of the layers that will compute in
+    half precision under the policy. Raises a ValueError if something is not finite in
+    float32.
     """
-    expected = step(model, batch, 1.0)
+    expected = compute()
     for quantity in expected:
         if not np.isfinite(quantity.values).all():
             raise ValueError(
@@ -97,9 +109,12 @@ def agreement(
     for number in range(_ROUNDINGS):
         rounding = _Rounding(_ROUNDOFF[policy], half, number)
         with rounding.of_weights(model), results_through(rounding.of_result):
-            found = step(model, batch, 1.0)
-        pairs = zip(found, expected, strict=True)
-        change = np.maximum(change, [_error(*pair) for pair in pairs])
+            found = {quantity.name: quantity for quantity in compute()}
+        moved = [
+            _error(found.get(quantity.name, quantity), quantity)
+            for quantity in expected
+        ]
+        change = np.maximum(change, moved)
     allowed = [
         tolerance * x if x <= _UNDETERMINED and quantity.values.any() else ANY
         for x, quantity in zip(change.tolist(), expected, strict=True)
@@ -152,11 +167,16 @@ def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity
         found = gradients_of(model, batch, scale)
     gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return [
-        *(
-            Quantity(f"output {number}" if number > 1 else "output", values)
-            for number, values in enumerate(found.seen, start=1)
-        ),
+        *outputs_of(found),
         *(Quantity(v.path, g / scale) for v, g in gradients if g is not None),
+    ]
+
+
+def outputs_of(found: Gradients) -> list[Quantity]:
+    """The outputs of a model."""
+    return [
+        Quantity(f"output {number}" if number > 1 else "output", values)
+        for number, values in enumerate(found.seen, start=1)
     ]
 
 

@@ -8,7 +8,13 @@ import keras
 
 from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.diagnosis import check_compiled, loss_scale_of
-from keras_mp.diagnostics.float32_search.agreement import Error, agreement, step
+from keras_mp.diagnostics.float32_search.agreement import (
+    TOLERANCE,
+    Error,
+    Quantity,
+    agreement,
+    step,
+)
 from keras_mp.diagnostics.float32_search.report import Contribution, Float32Layers
 from keras_mp.diagnostics.float32_search.smallest_set import Unit, smallest_units
 from keras_mp.diagnostics.temporary_policies import (
@@ -34,7 +40,7 @@ def find_float32_layers(
     y: Any = None,
     sample_weight: Any = None,
     *,
-    tolerance: float = 4.0,
+    tolerance: float = TOLERANCE,
     verbose: int = 1,
 ) -> Float32Layers:
     """Finds the smallest set of layers that have to be in float32 for a right result.
@@ -100,7 +106,11 @@ def find_float32_layers(
             f"model={model!r}, whose layers are to stay in float32."
         )
     with temporary_policies(model, in_float32):
-        expected = agreement(model, batch, policy, half, tolerance)
+
+        def compute() -> list[Quantity]:
+            return step(model, batch, 1.0)
+
+        expected = agreement(model, compute, policy, half, tolerance)
 
     def badness(scale: float) -> tuple[int, float]:
         errors = expected.errors(step(model, batch, scale))

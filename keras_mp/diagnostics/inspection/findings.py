@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_mp.diagnostics.inspection.constants import lost_constants
 from keras_mp.diagnostics.inspection.custom_layers import (
     casts_of,
     is_custom,
@@ -71,10 +72,13 @@ def _all(
     yield from _half_outputs(model)
     yield from _unscaled(model)
     yield from unreached(model)
+    epsilons = [found for layer in computing for found in _epsilons(layer)]
     for layer in computing:
         yield from _hand_casts(layer)
-        yield from _epsilons(layer)
+    yield from epsilons
     yield from _optimizer_epsilon(model)
+    told = {path for path, *_ in epsilons}
+    yield from (found for found in lost_constants(model) if found[0] not in told)
     yield from long_sums(nodes)
     yield from odd_widths(computing)
     yield from lost_policies(model, computing)

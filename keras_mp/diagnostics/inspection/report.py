@@ -5,6 +5,7 @@ import re
 import textwrap
 from typing import Any
 
+from keras_mp.backends import engine
 from keras_mp.diagnostics.inspection.findings import Finding
 from keras_mp.diagnostics.inspection.layer_facts import LayerFacts
 from keras_mp.display.tables import Table, in_bytes
@@ -132,6 +133,12 @@ class Inspection:
         notes = [f"{text}."]
         if any(_is_unknown(layer) for layer in self.layers):
             notes.append("?: not known without a run, and not in the sums.")
+        in_float16 = any(layer.compute_dtype == "float16" for layer in self.layers)
+        if in_float16 and not engine.traces:
+            notes.append(
+                "Constants that float16 cannot hold are not seen without a run: "
+                "keras_mp.diagnose(model, x, y) finds the layers."
+            )
         if self.warnings:
             notes += ["", "Look at:", *(f"- {warning}" for warning in self.warnings)]
         return notes
