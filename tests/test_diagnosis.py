@@ -567,7 +567,7 @@ def test_the_output_that_overflowed_is_drawn_and_heads_the_table(fault):
     outputs, gradients = report.plot().axes
     assert outputs.get_title().startswith("Outputs")
     labels = [text.get_text() for text in outputs.get_legend().get_texts()]
-    assert labels[0] == f"output of {path}"
+    assert labels[0] == path
     assert gradients.get_title().startswith("Gradients")
 
 

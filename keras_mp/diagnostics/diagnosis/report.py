@@ -258,7 +258,7 @@ class Report:
         return plot_gradients(
             {_label(name, range): range.shares for name, range in found.items()},
             self.scale,
-            {f"output of {m.path}": m.range.shares for m in self.overflowed},
+            {m.path: m.range.shares for m in self.overflowed},
         )
 
     def _repr_html_(self) -> str:

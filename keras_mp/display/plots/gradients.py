@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from keras_mp.display.plots.figures import Picture, our_style
 
 _COLOURS = ("#0072B2", "#E69F00")  # Okabe and Ito's.
-_LONGEST = 24  # Characters of a label: two stand beside each other above the axes.
+_LONGEST = 26  # Characters of a label: two stand beside each other above the axes.
 # The exponents of float16's smallest, smallest normal, and largest number.
 _LOWEST, _NORMAL, _HIGHEST = -24, -14, 15
 
@@ -51,7 +51,7 @@ def plot_gradients(
     _draw(above, outputs, 0, "output", "Outputs in float16: no loss scale moves them")
     _draw(below, shares, shift, "gradient, unscaled", title)
     caption = f"Above, outputs that overflow, as float32 computes them. {caption}"
-    return figure.captioned(caption, characters=85, inches=0.75)
+    return figure.captioned(caption, characters=76, inches=0.85)
 
 
 def _draw(
