@@ -117,3 +117,18 @@ def test_converting_there_and_back_leaves_nothing_behind():
     there_and_back()
     sizes = [there_and_back() for _ in range(4)]
     assert sizes[-1] - sizes[0] < 4
+
+
+def test_inspecting_a_model_leaves_it_as_it_was():
+    keras_mp.set_global_policy("mixed_float16")
+    inputs = keras.Input((None, 3))
+    model = keras.Model(inputs, layers.Dense(2)(layers.LSTM(4)(inputs)))
+    names = ("input_shape", "path", "chosen", "decision")
+
+    def remembered():
+        found = [records[id(layer)] for layer in within(model)[2:]]
+        return [[getattr(record, name) for name in names] for record in found]
+
+    before = remembered()
+    keras_mp.inspect(model)
+    assert remembered() == before

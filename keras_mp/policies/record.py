@@ -10,6 +10,17 @@ from typing import Any
 
 from keras_mp.keras_seams import private
 
+# What a change of precision, or a call under another one, changes of a layer itself.
+_OWN = (private.DTYPE_POLICY, private.CONVERT_INPUTS)
+_REMEMBERED = (
+    "decision",
+    "chosen",
+    "path",
+    "input_shape",
+    "called_with",
+    "keeps_input_dtypes",
+)
+
 
 class Record:
     """What is remembered of one layer.
@@ -23,15 +34,7 @@ class Record:
         keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
     """
 
-    __slots__ = (
-        "_layer",
-        "called_with",
-        "chosen",
-        "decision",
-        "input_shape",
-        "keeps_input_dtypes",
-        "path",
-    )
+    __slots__ = ("_layer", *_REMEMBERED)
 
     def __init__(self, layer: Any) -> None:
         # By a key, not in a WeakKeyDictionary: every call of a layer looks here, and
@@ -70,7 +73,7 @@ class Precision:
             self._before.append((layer, own, values))
 
     def put_back(self) -> None:
-        """Gives each layer the policy that it had, with the decision about it."""
+        """Gives each layer the policy that it had, with what was remembered."""
         for layer, own, values in self._before:
             for name in _OWN:
                 vars(layer).pop(name, None)
@@ -78,8 +81,3 @@ class Precision:
             record = record_of(layer)
             for name, value in values.items():
                 setattr(record, name, value)
-
-
-# What a change of precision changes: of the layer, and of its record.
-_OWN = (private.DTYPE_POLICY, private.CONVERT_INPUTS)
-_REMEMBERED = ("decision", "chosen", "keeps_input_dtypes")

@@ -20,6 +20,7 @@ from keras_mp.keras_seams import private
 from keras_mp.keras_seams.seams import calls_made_by
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.policies.layers import called_with, is_graph, layer_path
+from keras_mp.policies.record import Precision
 from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import temporary_policies
 
@@ -86,7 +87,8 @@ def _constants(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Constant]
             return model(*args, **kwargs)
 
     # A call leaves notes on layers, and a first one decides what they compute in.
-    before = [(vars(x), {**vars(x)}) for x in private.layers_in(model)]
+    layers = private.layers_in(model)
+    precision, before = Precision(layers), [(vars(x), {**vars(x)}) for x in layers]
     shapes = [keras.KerasTensor(_closed(x.shape), x.dtype) for x in leaves]
     try:
         with warnings.catch_warnings():
@@ -99,6 +101,7 @@ def _constants(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Constant]
             for name in attributes.keys() - values.keys():
                 del attributes[name]
             attributes.update(values)
+        precision.put_back()
     by_path: dict[str, list[Constant]] = {}
     for constant in found:
         if constant.scope:
