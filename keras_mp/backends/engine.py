@@ -274,5 +274,8 @@ class Engine:
     """Why `measure_memory` may return None on this backend, as a clause."""
 
     def repairs(self) -> dict[str, Wrapper]:
-        """Wrappers of operations of Keras' backend that fail in half precision."""
+        """Wrappers of what fails in half precision in Keras' backend.
+
+        By name: operations, and methods of its variables.
+        """
         return {}

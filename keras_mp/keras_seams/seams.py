@@ -25,6 +25,7 @@ and what the backend's `repairs` name:
     dot_product_attention        is safe in float16
     add, subtract, multiply      sum their gradients in float32
     arange                       runs in float16 graphs
+    Variable's write             reaches the variable within a call in half precision
 """
 
 import contextlib
@@ -97,8 +98,9 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("apply", keras.optimizers.Optimizer, _apply),
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
     ]
-    # `keras.ops` looks an operation up in one of these.
-    backend = private.backend_nn, private.backend_numpy
+    # `keras.ops` looks an operation up in one of the modules.
+    modules = private.backend_nn, private.backend_numpy
+    backend = *modules, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
@@ -329,10 +331,13 @@ def _train_step(model: Any, original: Callable) -> Callable:
         if scaling is not None:
             scaling.underflow.watch(watched_for_underflow(model))
             step = engine.undo_skipped(model, scaling, original)
-        with unscaled.postponed():
+        if built or keras_own:
             with stage.train_step():
                 result = step(*args)
-            if not built and not keras_own:
+        else:
+            with unscaled.postponed():
+                with stage.train_step():
+                    result = step(*args)
                 # What the step has built is known now, and TensorFlow traces it again.
                 scale_optimizers(model)
         examined = examined or warn_of_unreached(model)

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from keras_mp.backends.engine import Engine, Wrapper
-from keras_mp.backends.torch import devices, differentiation, gradients
+from keras_mp.backends.torch import devices, differentiation, gradients, writes
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
 
@@ -27,6 +27,9 @@ class TorchEngine(Engine):
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
+
+    def repairs(self) -> dict[str, Wrapper]:
+        return {private.WRITE: writes.reach_the_variable}
 
     def is_tracing(self) -> bool:
         """Is torch.compile tracing us?"""

@@ -1,0 +1,28 @@
+"""A write to a variable within a layer's call in half precision, on torch.
+
+Keras copies the new value into `variable.value`, which there is a copy in half
+precision: the write is lost without a word. A counter stays at 0, and a stateful LSTM
+never has a state.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keras_mp.keras_seams import private
+
+
+def reach_the_variable(original: Callable) -> Callable:
+    """Writes into the variable where `value` is a copy of another dtype."""
+
+    @functools.wraps(original)
+    def write(self: Any, value: Any) -> None:
+        raw = private.raw_value(self)
+        if raw is None or self.value.dtype == raw.dtype:
+            return original(self, value)
+        with torch.no_grad():
+            raw.copy_(value)
+
+    return write
