@@ -28,7 +28,7 @@ import keras_mp
 BACKENDS = ("jax", "tensorflow", "torch")
 BACKEND = keras.backend.backend()
 POLICIES = ("mixed_float16", "mixed_bfloat16")
-STEPS = 3
+STEPS = 2
 EXAMPLES, FEATURES, CLASSES, FRAMES = 16, 6, 4, 5
 # Results differ by at most so many units of roundoff: 6 sqrt(8), the tolerance of
 # `layer_errors.py`, which has the reason.

@@ -172,7 +172,7 @@ class Shared:
 
     def __init__(self):
         inputs = keras.Input((2,))
-        self.code = layers.Bidirectional(layers.LSTM(2, return_sequences=True))
+        self.code = layers.Bidirectional(layers.SimpleRNN(2, return_sequences=True))
         code = self.code(layers.Reshape((1, 2))(inputs))
         self.encoder = keras.Model(inputs, code)
         self.head = layers.Dense(1)

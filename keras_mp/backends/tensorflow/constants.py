@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from keras_mp.backends.engine import SCOPE, Constant
 
-scope = tf.name_scope
+
+def scope(name: str) -> Any:
+    return tf.name_scope(name)
 
 
 def constants(
