@@ -41,16 +41,18 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(config, items):
     """What is no matter of the backend is tested on one of them."""
+    backend = keras.backend.backend()
 
-    def once(item):
+    def home(item):
         # What a page looks like; the command in front of a stand-in for Keras.
         fixtures = {"browser", "work"} & set(item.fixturenames)
-        return fixtures or item.get_closest_marker("once")
+        if fixtures or item.get_closest_marker("once"):
+            return "jax"
+        return "torch" if item.get_closest_marker("trains_many") else backend
 
-    if keras.backend.backend() != "jax":
-        elsewhere = [item for item in items if once(item)]
-        config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if item not in elsewhere]
+    elsewhere = {item for item in items if home(item) != backend}
+    config.hook.pytest_deselected(items=[*elsewhere])
+    items[:] = [item for item in items if item not in elsewhere]
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,7 @@ def compare(build=build, train=TRAIN, validation=VALIDATION, *args, **kwargs):
 # Nothing differs but the policy ---------------------------------------------------
 
 
+@pytest.mark.trains_many
 def test_the_same_policy_twice_gives_the_same_numbers():
     def build():
         return model_of(
@@ -90,6 +91,7 @@ class Noted(layers.Layer):
         return x
 
 
+@pytest.mark.trains_many
 def test_each_policy_starts_from_the_same_weights_and_sees_the_same_batches():
     models, batches, under = [], [], []
 
@@ -128,6 +130,7 @@ def test_each_policy_starts_from_the_same_weights_and_sees_the_same_batches():
     assert not same_bits(*initial)
 
 
+@pytest.mark.trains_many
 def test_layers_have_the_same_names_under_each_policy_and_the_count_goes_on():
     layers.Dense(2)
     paths = []
@@ -143,6 +146,7 @@ def test_layers_have_the_same_names_under_each_policy_and_the_count_goes_on():
     assert layers.Dense(2).name == f"dense_{before}"
 
 
+@pytest.mark.trains_many
 def test_a_model_without_an_input_starts_from_the_same_weights():
     class Own(keras.Model):
         def __init__(self):
@@ -237,6 +241,7 @@ def spoiled(spoil, **kwargs):
     return lambda: model_of(layers.Dense(4, name="hidden"), Spoiled(spoil), **kwargs)
 
 
+@pytest.mark.trains_many
 def test_a_planted_degradation_is_beyond_the_spread():
     def spoil(x, dtype, training):
         return x if training or dtype != "float16" else x + 10
@@ -252,6 +257,7 @@ def test_a_planted_degradation_is_beyond_the_spread():
     assert second == "mixed_bfloat16: loss and mae are within the spread over 2 seeds."
 
 
+@pytest.mark.trains_many
 def test_a_training_that_diverges_is_a_result():
     def spoil(x, dtype, training):
         if dtype == "float16":
@@ -722,6 +728,7 @@ def test_a_build_that_fails_leaves_the_global_policy_as_it_was(calls):
     assert private.names_given() == names
 
 
+@pytest.mark.trains_many
 def test_a_bar_goes_ahead_on_stderr_unless_it_is_silenced(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # As on a terminal.
     compare(policies=THREE[:2], seeds=1, verbose=1)
