@@ -19,13 +19,17 @@ def products_of(model, x, y):
     """Counts the products of one train step of a compiled model, by operand dtype.
 
     Returns:
-        A Counter: "float16" -> how many products have float16 operands. Operands of
-        two dtypes are both named, "float16, float32".
+        A Counter: "float16" -> how many products have float16 operands, and float16
+        results. Operands of two dtypes are both named, "float16, float32"; so is a
+        result of another dtype, "float16 -> float32".
     """
     x, y = keras.tree.map_structure(ops.convert_to_tensor, (x, y))
-    pairs = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
-    dtypes = pairs(model, (x, y))
-    return collections.Counter(", ".join(sorted(set(pair))) for pair in dtypes)
+    found = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
+    counter: collections.Counter = collections.Counter()
+    for operands, result in found(model, (x, y)):
+        names = ", ".join(sorted(set(operands)))
+        counter[names if result in operands else f"{names} -> {result}"] += 1
+    return counter
 
 
 def _jax(model, batch):
@@ -47,7 +51,8 @@ def _of_jaxpr(jaxpr):
 
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            yield [v.aval.dtype.name for v in equation.invars]
+            operands = [v.aval.dtype.name for v in equation.invars]
+            yield operands, equation.outvars[0].aval.dtype.name
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
         ):
@@ -68,7 +73,8 @@ def _tensorflow(model, batch):
         if node.op.startswith(("MatMul", "BatchMatMul", "Einsum", "Conv")) or (
             node.op.startswith("DepthwiseConv")
         ):
-            yield [tf.dtypes.as_dtype(node.attr["T"].type).name]
+            name = tf.dtypes.as_dtype(node.attr["T"].type).name
+            yield [name], name
 
 
 def _torch(model, batch):
@@ -79,11 +85,17 @@ def _torch(model, batch):
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             name = function.__name__.split(".")[0]
+            result = function(*args, **(kwargs or {}))
             if name in ("mm", "addmm", "bmm", "baddbmm") or "convolution" in name:
                 floats = [a for a in args if getattr(a, "is_floating_point", bool)()]
-                seen.append([str(a.dtype).removeprefix("torch.") for a in floats])
-            return function(*args, **(kwargs or {}))
+                one = result if name in ("mm", "addmm", "bmm", "baddbmm") else floats[0]
+                seen.append(([_name(a) for a in floats], _name(one)))
+            return result
 
     with Record():
         model.train_step(batch)
     return seen
+
+
+def _name(tensor):
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1493,6 +1493,15 @@ def test_a_reopened_layer_has_a_path_without_its_models_name(tmp_path):
 
 @plain_keras
 @fact
+def test_what_stands_beside_the_config_of_an_object_is_passed_over():
+    """Keras opens the config of an optimizer that has keys of others beside it."""
+    config = keras.saving.serialize_keras_object(keras.optimizers.SGD())
+    config["keras_mp_heads"] = [3]
+    opened = keras.saving.deserialize_keras_object(config)
+    assert type(opened) is keras.optimizers.SGD
+
+
+@fact
 def test_normalization_casts_its_constants_once():
     """Normalization casts mean and variance in `build`, or in `finalize_state` after
     `adapt`, and keeps `_build_input_shape` for it."""

@@ -12,6 +12,8 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Layer.add_loss               losses are float32
     Sequential.build             the input is float32
     Trainer.compile              scales the optimizer, keeps the outputs in float32
+    Trainer.get_compile_config   files say which float32 layers are heads
+    Trainer.compile_from_config  and it is read there
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
     Model.export                 files for LiteRT compute in float32
@@ -24,6 +26,7 @@ and what the backend's `repairs` name:
 
     dot_product_attention        is safe in float16
     add, subtract, multiply      sum their gradients in float32
+    matmul, einsum, conv         have half-precision operands in a model's heads
     arange                       runs in float16 graphs
     Variable's write             reaches the variable within a call in half precision
 """
@@ -49,7 +52,7 @@ from keras_mp.loss_scaling.models import (
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import exporting, inputs, mixed_dtypes, outputs, saving
+from keras_mp.policies import exporting, heads, inputs, mixed_dtypes, outputs, saving
 from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.reach import warn_of_unreached
@@ -92,6 +95,8 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("add_loss", keras.layers.Layer, _add_loss),
         ("build", keras.Sequential, _sequential_build),
         ("compile", keras.Model, _compile),
+        ("get_compile_config", keras.Model, _get_compile_config),
+        ("compile_from_config", keras.Model, _compile_from_config),
         ("make_train_function", keras.Model, _make_train_function),
         ("get_metrics_result", keras.Model, _get_metrics_result),
         ("export", keras.Model, _export),
@@ -184,7 +189,10 @@ def _layer_call(original: Callable) -> Callable:
         first = chosen is None or chosen is not policy or not self.built
         is_model = isinstance(self, keras.Model)
         if not first and not is_model:
-            return original(self, *args, **kwargs)
+            if not record or record.decision is None or not record.decision.head:
+                return original(self, *args, **kwargs)
+            with heads.products_of(self, (args, kwargs)):
+                return original(self, *args, **kwargs)
         outermost = is_model and _is_outermost()
         if first:
             note_call(self, args, kwargs)
@@ -194,7 +202,7 @@ def _layer_call(original: Callable) -> Callable:
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
         if first:
             call = functools.partial(original, self, *args, **kwargs)
-            with _in_a_call():
+            with _in_a_call(), heads.products_of(self, (args, kwargs)):
                 result = mixed_dtypes.first_result(self, call)
             record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)
@@ -291,6 +299,21 @@ def _compile(original: Callable) -> Callable:
         return result
 
     return compile
+
+
+def _get_compile_config(original: Callable) -> Callable:
+    def get_compile_config(self: Any) -> Any:
+        return heads.with_heads(self, original(self))
+
+    return get_compile_config
+
+
+def _compile_from_config(original: Callable) -> Callable:
+    def compile_from_config(self: Any, config: Any) -> Any:
+        heads.find_heads(self, config)
+        return original(self, config)
+
+    return compile_from_config
 
 
 def _make_train_function(original: Callable) -> Callable:

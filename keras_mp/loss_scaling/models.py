@@ -12,6 +12,7 @@ from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import summary, unscaled
 from keras_mp.loss_scaling.inner_optimizer import wrapper_of
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.policies import heads
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.policy import HALF
 
@@ -71,6 +72,7 @@ def scale_optimizers(model: Any) -> None:
         elif not scales and optimizer is not None:
             unscaled.leave_alone(optimizer)
         summary.note(getattr(model, name))
+    heads.note_scaling(private.layers_in(model), _scales(model.optimizer))
 
 
 def _scaled(model: Any, optimizer: Any) -> LossScaleOptimizer:
@@ -105,9 +107,15 @@ def rescale_optimizer(model: Any) -> None:
 def _needs_scaling(model: Any, optimizer: Any) -> bool:
     return (
         isinstance(optimizer, keras.optimizers.Optimizer)
-        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        and optimizer.loss_scale_factor is None
+        and not _scales(optimizer)
         and computes_in_float16(model)
+    )
+
+
+def _scales(optimizer: Any) -> bool:
+    scaler = keras.optimizers.LossScaleOptimizer
+    return isinstance(optimizer, scaler) or (
+        getattr(optimizer, "loss_scale_factor", None) is not None
     )
 
 

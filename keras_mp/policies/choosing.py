@@ -36,7 +36,7 @@ from keras_mp.policies.policy import (
 )
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.rule import Rule
-from keras_mp.policies.rules import OUTPUT, STORED
+from keras_mp.policies.rules import OUTPUT, SOFTMAX, STORED
 
 # Before the path of a layer in a file's map: it is in float32 with all its parts.
 IN_FILES = "keras_mp/"
@@ -122,18 +122,27 @@ def keep_output_in_float32(layer: Any) -> bool:
     """Turns an output layer to float32, unless the user chose its policy."""
     choose_policy(layer)
     decision = decision_for(layer)
-    if decision is None or decision.includes_children:
+    if decision is None or decision.head:
+        return False
+    if decision.rule is SOFTMAX:
+        record_of(layer).decision = decision._replace(head=True)
+        return True
+    if decision.includes_children:
         return False
     chooser = decision.chooser or chooser_of(decision.policy)
-    _carry_out(layer, Decision(keras.DTypePolicy("float32"), OUTPUT, chooser))
+    policy = keras.DTypePolicy("float32")
+    _carry_out(layer, Decision(policy, OUTPUT, chooser, head=True))
     return True
 
 
 def take_output_back(layer: Any) -> bool:
     """Undoes `keep_output_in_float32`."""
     decision = decision_for(layer)
-    if decision is None or decision.rule is not OUTPUT or decision.chooser is None:
+    if decision is None or not decision.head or decision.chooser is None:
         return False
+    if decision.rule is SOFTMAX:
+        record_of(layer).decision = decision._replace(head=False)
+        return True
     # From the inside: what a wrapper computes in depends on what it wraps.
     for part in reversed(private.layers_in(layer)):
         if decision_for(part) is decision:

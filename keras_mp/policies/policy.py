@@ -154,11 +154,13 @@ class Decision(NamedTuple):
         policy: the stock policy.
         rule: why it is float32; None for half precision.
         chooser: the policy of ours that decided by a rule.
+        head: whether a loss reads what the layer returns; see `heads`.
     """
 
     policy: keras.DTypePolicy
     rule: Rule | None
     chooser: MixedPolicy | None = None
+    head: bool = False
 
     @property
     def includes_children(self) -> bool:

@@ -19,6 +19,7 @@ _REMEMBERED = (
     "input_shape",
     "called_with",
     "keeps_input_dtypes",
+    "loss_is_scaled",
 )
 
 
@@ -32,6 +33,7 @@ class Record:
         input_shape: the shape of its first input; empty while it is not known.
         called_with: of a model without a graph, what it was first called with.
         keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
+        loss_is_scaled: of a head, whether the loss that reads it is scaled.
     """
 
     __slots__ = ("_layer", *_REMEMBERED)
@@ -47,6 +49,7 @@ class Record:
         self.input_shape: tuple[int | None, ...] = ()
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
         self.keeps_input_dtypes = False
+        self.loss_is_scaled = False
 
 
 # The records by the id of their layer, for a look that makes none.

@@ -107,7 +107,10 @@ def with_decisions(layer: Any, pickled: tuple) -> tuple:
     Keras goes by a file, which does not say whether we or the user chose a policy.
     """
     decisions = {
-        number: decision.rule and dataclasses.replace(decision.rule, applies=())
+        number: (
+            decision.rule and dataclasses.replace(decision.rule, applies=()),
+            decision.head,
+        )
         for number, each in enumerate(private.layers_in(layer))
         if (decision := decision_for(each)) is not None
     }
@@ -117,6 +120,7 @@ def with_decisions(layer: Any, pickled: tuple) -> tuple:
 def _unpickled(function: Callable, arguments: tuple, decisions: dict[int, Any]) -> Any:
     layer = function(*arguments)
     within = private.layers_in(layer)
-    for number, rule in decisions.items():
-        record_of(within[number]).decision = Decision(policy_of(within[number]), rule)
+    for number, (rule, head) in decisions.items():
+        decision = Decision(policy_of(within[number]), rule, head=head)
+        record_of(within[number]).decision = decision
     return layer

@@ -17,6 +17,7 @@ from keras_mp.backends.jax import (
     devices,
     differentiation,
     gradients,
+    products,
 )
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.repairs import attention, broadcasting
@@ -149,6 +150,7 @@ class JaxEngine(Engine):
                 lambda: jax.devices()[0].platform == "cpu"
             ),
             **broadcasting.repairs(gradients.is_summed_in_half),
+            **products.repairs(),
         }
 
     def other_workers(self, model: Any) -> str:

@@ -1,0 +1,81 @@
+"""Products of float32 tensors whose operands are rounded to half precision.
+
+They are as fast as products in half precision, and what they return is float32, summed
+in float32. For the heads of models: within `half_operands`, each `matmul`, `einsum` and
+`conv` of Keras' operations is such a product.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_mp.backends.engine import Wrapper
+
+
+class HalfOperands(NamedTuple):
+    """How products are computed within the scope.
+
+    Attributes:
+        dtype: of the operands, "float16" or "bfloat16".
+        gradient: of the operands of the two products of their gradient.
+    """
+
+    dtype: str
+    gradient: str
+
+
+# A product of two float32 tensors, as `product(run, a, b, half_operands)`, where
+# `run(a, b, dtype)` multiplies tensors of any dtype and returns `dtype`.
+Product = Callable[[Callable, Any, Any, HalfOperands], Any]
+# Of the arguments of an operation: its two operands and `run`; None if it is no product
+# of two tensors.
+Prepare = Callable[..., tuple[Any, Any, Callable] | None]
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def half_operands(operands: HalfOperands) -> Iterator[None]:
+    """Lets the products of this thread have such operands."""
+    before = getattr(_thread, "operands", None)
+    _thread.operands = operands
+    try:
+        yield
+    finally:
+        _thread.operands = before
+
+
+def repairs(product: Product, **prepare: Prepare) -> dict[str, Wrapper]:
+    """Wrappers of operations that obey `half_operands`, each by its name."""
+    return {name: _wrapper(product, each) for name, each in prepare.items()}
+
+
+def _wrapper(product: Product, prepare: Prepare) -> Wrapper:
+    def wrap(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            operands = getattr(_thread, "operands", None)
+            if operands is None:
+                return original(*args, **kwargs)
+            prepared = prepare(*args, **kwargs)
+            if prepared is None:
+                return original(*args, **kwargs)
+            *pair, run = prepared
+            a, b = map(ops.convert_to_tensor, pair)
+            # What does not autocast, such as ReversibleEmbedding, has one that is half.
+            if {_dtype(a), _dtype(b)} in ({"float32"}, {"float32", operands.dtype}):
+                return product(run, a, b, operands)
+            return original(*args, **kwargs)
+
+        return operation
+
+    return wrap
+
+
+def _dtype(x: Any) -> str:
+    return keras.backend.standardize_dtype(x.dtype)

@@ -1,0 +1,218 @@
+"""The head of a model: products with half-precision operands and float32 results."""
+
+import copy
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from products import products_of
+
+import keras_mp
+from keras_mp.backends.products import HalfOperands, half_operands
+from keras_mp.policies.heads import LARGE
+
+BACKEND = keras.backend.backend()
+POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+FEATURES, WIDTH, CLASSES, STEPS = 16, 256, LARGE // 256, 3
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+pytestmark = pytest.mark.skipif(BACKEND != "jax", reason="heads are float32 there")
+
+
+@pytest.fixture(params=POLICIES)
+def half(request):
+    keras_mp.set_global_policy(request.param)
+    return POLICIES[request.param]
+
+
+def ending_in(*head, features=(FEATURES,)):
+    body = layers.Dense(WIDTH, "relu")
+    return keras.Sequential([keras.Input(features), body, *head])
+
+
+def lora():
+    model = ending_in(layers.Dense(CLASSES))
+    model.layers[-1].enable_lora(4)
+    return model
+
+
+def wrapped():
+    head = layers.TimeDistributed(layers.Dense(CLASSES))
+    return ending_in(head, features=(STEPS, FEATURES))
+
+
+def convolution(size, **options):
+    filters = CLASSES * options.get("groups", 1) // size**2
+    return keras.Sequential(
+        [
+            keras.Input((STEPS, STEPS, FEATURES)),
+            layers.Conv2D(WIDTH, 3, padding="same", activation="relu"),
+            layers.Conv2D(filters, size, padding="same", **options),
+        ]
+    )
+
+
+def reversible(**options):
+    ids = keras.Input((STEPS,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(CLASSES, WIDTH, **options)
+    x = layers.Dense(WIDTH)(embedding(ids))
+    return keras.Model(ids, embedding(x, reverse=True))
+
+
+# The products of the body come first: one, and one of its gradient, whose input is
+# data. A product of weights alone is summed in float32 too.
+HEADS = {
+    "Dense": (lambda: ending_in(layers.Dense(CLASSES)), 1),
+    "Dense without a bias": (
+        lambda: ending_in(layers.Dense(CLASSES, use_bias=False)),
+        1,
+    ),
+    "softmax": (lambda: ending_in(layers.Dense(CLASSES, "softmax")), 1),
+    "EinsumDense": (lambda: ending_in(layers.EinsumDense("ab,bc->ac", CLASSES)), 1),
+    "LoRA": (lora, 2),
+    "TimeDistributed": (wrapped, STEPS),
+    "1x1 convolution": (lambda: convolution(1), 1),
+    "convolution": (lambda: convolution(2), 1),
+    "convolution in groups": (lambda: convolution(2, groups=CLASSES // 16), 1),
+    "tied weights": (reversible, 1),
+    "ReversibleEmbedding": (lambda: reversible(tie_weights=False), 1),
+}
+
+
+def data_for(model, seed=0):
+    generator = np.random.default_rng(seed)
+    shape = (4, *model.inputs[0].shape[1:])
+    if model.inputs[0].dtype == "int32":
+        x = generator.integers(0, CLASSES, shape)
+    else:
+        x = generator.normal(size=shape).astype("float32")
+    outputs = model.outputs[0].shape
+    y = generator.integers(0, outputs[-1], (4, *outputs[1:-1]))
+    return x, y.astype("int32")
+
+
+def compiled(model, **options):
+    softmax = model.layers[-1].get_config().get("activation") == "softmax"
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not softmax)
+    model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_product_has_half_operands_and_the_head_float32_results(name, half):
+    make, wide = HEADS[name]
+    model = compiled(make())
+    products = products_of(model, *data_for(model))
+    assert set(products) == {half, f"{half} -> float32"}
+    assert products[f"{half} -> float32"] == wide
+    assert model.outputs[0].dtype == "float32"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_it_trains_as_float32_does(name, half):
+    make, _ = HEADS[name]
+    keras.utils.set_random_seed(0)
+    model = compiled(make())
+    with keras_mp.policy_scope("float32"):
+        reference = compiled(make())
+    reference.set_weights(model.get_weights())
+    batch = data_for(model)
+    for _ in range(3):
+        loss, expected = (float(m.train_on_batch(*batch)) for m in (model, reference))
+        assert loss == pytest.approx(
+            expected, rel=2 * 2.0 ** (-11 if half == "float16" else -8)
+        )
+
+
+KEPT = {
+    "small": lambda: ending_in(layers.Dense(CLASSES // 2)),
+    "fed by the model's input": lambda: keras.Sequential(
+        [keras.Input((WIDTH,)), layers.Dense(CLASSES)]
+    ),
+    "a dtype of the user's": lambda: ending_in(layers.Dense(CLASSES, dtype="float32")),
+    "float32=": lambda: ending_in(layers.Dense(CLASSES, name="kept")),
+    "recurrent": lambda: ending_in(layers.GRU(WIDTH * 2), features=(STEPS, FEATURES)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_products_of_other_heads_stay_in_float32(name, half):
+    policies = (keras_mp.MixedFloat16, keras_mp.MixedBFloat16)
+    kind = policies[half == "bfloat16"]
+    keras_mp.set_global_policy(kind(float32=[".*kept"] if name == "float32=" else []))
+    model = compiled(KEPT[name]())
+    products = products_of(model, *data_for(model))
+    assert set(products) <= {half, "float32"} and products["float32"] >= 2
+
+
+def test_a_float16_gradient_is_half_only_where_the_loss_is_scaled(half):
+    model = compiled(ending_in(layers.Dense(CLASSES)), auto_scale_loss=False)
+    products = products_of(model, *data_for(model))
+    assert products["float32"] == (2 if half == "float16" else 0)
+    assert products[f"{half} -> float32"] == 1
+
+
+def test_a_gradient_of_a_gradient_and_a_forward_one_agree_with_float32(half):
+    import jax
+    import jax.numpy as jnp
+
+    generator = np.random.default_rng(0)
+    a, b = (jnp.asarray(generator.normal(size=s), "float32") for s in ((4, 8), (8, 3)))
+
+    def plain(a, b):
+        return jnp.sum(ops.matmul(a, b) ** 2)
+
+    def rounded(a, b):
+        with half_operands(HalfOperands(half, half)):
+            return plain(a, b)
+
+    unit = 2.0 ** (-11 if half == "float16" else -8)
+    for derivative in (
+        jax.grad,
+        lambda f: jax.hessian(f, argnums=1),
+        lambda f: jax.jacrev(jax.grad(f)),
+        lambda f: lambda a, b: jax.jvp(f, (a, b), (a, b))[1],
+        lambda f: jax.vmap(jax.grad(f), (0, None)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+    ):
+        expected, found = derivative(plain)(a, b), derivative(rounded)(a, b)
+        scale = float(jnp.max(jnp.abs(expected)))
+        assert float(jnp.max(jnp.abs(expected - found))) <= 8 * unit * scale
+
+
+def test_a_reopened_model_computes_what_it_did(half, tmp_path):
+    model = compiled(ending_in(layers.Dense(CLASSES, name="head")))
+    batch = data_for(model)
+    products = products_of(model, *batch)
+    model.save(tmp_path / "model.keras")
+    for global_policy in ("float32", keras_mp.global_policy()):
+        keras_mp.set_global_policy(global_policy)
+        reopened = keras.models.load_model(tmp_path / "model.keras")
+        reopened.optimizer.build(reopened.trainable_variables)
+        assert products_of(reopened, *batch) == products
+    config = model.layers[-1].get_config()["dtype"]
+    assert (
+        config["class_name"] == "DTypePolicy" and config["config"]["name"] == "float32"
+    )
+
+
+def test_float32_of_the_users_is_found_again(half, tmp_path):
+    model = compiled(ending_in(layers.Dense(CLASSES, dtype="float32")))
+    model.save(tmp_path / "model.keras")
+    reopened = keras.models.load_model(tmp_path / "model.keras")
+    reopened.optimizer.build(reopened.trainable_variables)
+    assert products_of(reopened, *data_for(model))["float32"] == 3
+
+
+def test_copies_and_conversions_compute_what_the_model_did(half):
+    model = compiled(ending_in(layers.Dense(CLASSES)))
+    batch = data_for(model)
+    products = products_of(model, *batch)
+    copied = copy.deepcopy(model)
+    copied.optimizer.build(copied.trainable_variables)
+    assert products_of(copied, *batch) == products
+    policy = keras_mp.global_policy()
+    assert set(products_of(keras_mp.convert(model, "float32"), *batch)) == {"float32"}
+    assert products_of(keras_mp.convert(model, policy), *batch) == products
