@@ -593,7 +593,7 @@ class WithoutGraph(keras.Model):
         self.careful = OnlyFloat32(name="careful")
 
     def call(self, x):
-        return self.careful(self.hidden(x))
+        return self.hidden(self.careful(x))
 
 
 def test_so_does_one_of_a_subclassed_model_that_was_called_before():
@@ -616,7 +616,7 @@ class NotSymbolic(keras.Model):
         self.hidden = layers.Dense(4)
 
     def call(self, x):
-        y = self.hidden(x)
+        y = self.hidden(x) * 2
         return y if np.sum(keras.ops.convert_to_numpy(x)) > 0 else -y
 
 

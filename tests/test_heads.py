@@ -126,6 +126,83 @@ def test_it_trains_as_float32_does(name, half):
         )
 
 
+class Net(keras.Model):
+    """A subclassed model that returns what `outputs` makes of its layers' outputs."""
+
+    def __init__(self, outputs=lambda hidden, logits: logits, head=None):
+        super().__init__()
+        self.body = layers.Dense(WIDTH, "relu")
+        self.head = head or layers.Dense(CLASSES)
+        self.outputs_of = outputs
+
+    def call(self, x):
+        hidden = self.body(x)
+        return self.outputs_of(hidden, self.head(hidden))
+
+
+class Residual(layers.Layer):
+    """A layer made of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(WIDTH)
+        self.last = layers.Dense(CLASSES)
+
+    def call(self, x):
+        return self.last(x + self.dense(x))
+
+
+def trained(model, loss=LOSS):
+    x = np.random.default_rng(0).normal(size=(4, FEATURES)).astype("float32")
+    y = np.zeros((4,), "int32")
+    y = {"logits": y} if isinstance(loss, dict) else y
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    model.train_on_batch(x, y)
+    return products_of(model, x, y)
+
+
+@pytest.mark.parametrize("called_before", [False, True], ids=["compiled", "called"])
+def test_what_a_subclassed_model_returns_is_its_head(called_before, half):
+    model = Net()
+    if called_before:
+        assert model(np.ones((1, FEATURES), "float32")).dtype.name == "float32"
+        assert model.head.compute_dtype == half
+    products = trained(model)
+    assert products == {half: 4, f"{half} -> float32": 1}
+    assert (model.body.compute_dtype, model.head.compute_dtype) == (half, "float32")
+
+
+def test_so_is_the_last_layer_of_a_model_within():
+    keras_mp.set_global_policy("mixed_bfloat16")
+
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = ending_in(layers.Dense(CLASSES))
+
+        def call(self, x):
+            return self.inner(x)
+
+    assert trained(Outer()) == {"bfloat16": 4, "bfloat16 -> float32": 1}
+
+
+def test_only_what_a_loss_reads_is(half):
+    model = Net(lambda hidden, logits: {"hidden": hidden, "logits": logits})
+    assert trained(model, {"logits": LOSS, "hidden": None})[f"{half} -> float32"] == 1
+    assert model.body.compute_dtype == half
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: Net(lambda hidden, logits: logits * 2), lambda: Net(head=Residual())],
+    ids=["an operation at the end", "a layer made of layers"],
+)
+def test_what_makes_no_output_itself_stays_half(model, half):
+    model = model()
+    trained(model)
+    assert model.head.compute_dtype == half
+
+
 KEPT = {
     "small": lambda: ending_in(layers.Dense(CLASSES // 2)),
     "fed by the model's input": lambda: keras.Sequential(

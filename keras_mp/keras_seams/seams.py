@@ -52,7 +52,15 @@ from keras_mp.loss_scaling.models import (
     watched_for_underflow,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import exporting, heads, inputs, mixed_dtypes, outputs, saving
+from keras_mp.policies import (
+    exporting,
+    heads,
+    inputs,
+    mixed_dtypes,
+    outputs,
+    returned,
+    saving,
+)
 from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import note_call
 from keras_mp.policies.reach import warn_of_unreached
@@ -188,8 +196,8 @@ def _layer_call(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
         is_model = isinstance(self, keras.Model)
-        if not first and not is_model:
-            if not record or record.decision is None or not record.decision.head:
+        if not (first or is_model or returned.watched):
+            if not record or not record.decision or not record.decision.head:
                 return original(self, *args, **kwargs)
             with heads.products_of(self, (args, kwargs)):
                 return original(self, *args, **kwargs)
@@ -200,15 +208,26 @@ def _layer_call(original: Callable) -> Callable:
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        if first:
+        if first or returned.watched:
             call = functools.partial(original, self, *args, **kwargs)
-            with _in_a_call(), heads.products_of(self, (args, kwargs)):
-                result = mixed_dtypes.first_result(self, call)
-            record_of(self).chosen = self.dtype_policy
-            unscaled.note_layer(self)
+            if first:
+                call = functools.partial(mixed_dtypes.first_result, self, call)
+            with (
+                heads.products_of(self, (args, kwargs)),
+                _in_a_call() if first else contextlib.nullcontext(),
+                returned.noted(self, first and outermost) as note,
+            ):
+                note(result := call())
         else:
             result = original(self, *args, **kwargs)
-        return outputs.in_float32(self, result) if outermost else result
+        if first:
+            record_of(self).chosen = self.dtype_policy
+            unscaled.note_layer(self)
+        if not outermost:
+            return result
+        if first and self.compiled:
+            outputs.note_compiled(self)
+        return outputs.in_float32(self, result)
 
     return __call__
 

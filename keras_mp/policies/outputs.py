@@ -20,6 +20,7 @@ from keras_mp.policies.choosing import (
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
 from keras_mp.policies.policy import HALF, chooser_of
+from keras_mp.policies.returned import makers_of
 
 # The compiled models with a graph, each with the ids of the layers that none of its
 # losses reads.
@@ -55,12 +56,12 @@ def _follow(model: Any, changed: set[int]) -> None:
 
 
 def keep_outputs_in_float32(model: Any) -> list[Any]:
-    """Turns the output layers of a Functional or Sequential model to float32.
+    """Turns the output layers of a model to float32; without a graph, once called.
 
     Only layers for which a policy of ours has decided: what the user said explicitly
     for a layer wins. A layer made of layers, and an output that `compile` was given no
-    loss for, are no heads: they stay, and so do subclassed models, and what is in the
-    middle of another compiled model.
+    loss for, are no heads: they stay, and so does what is in the middle of another
+    compiled model.
 
     Returns:
         The layers that have changed.
@@ -118,19 +119,22 @@ def _output_layers(model: Any) -> Iterator[Any]:
     if isinstance(model, keras.Sequential) and model.layers:
         yield from _leaves(model.layers[-1])
     elif isinstance(model, private.Functional):
-        for tensor in _read_by_losses(model):
+        for tensor in _read_by_losses(model, model.output):
             yield from producers(tensor)
+    else:
+        makers = _read_by_losses(model, makers_of(model))
+        yield from (layer for layer in makers if layer is not None)
 
 
-def _read_by_losses(model: Any) -> list[Any]:
-    """The outputs of a Functional model, without those whose loss is None."""
-    loss = getattr(model, "loss", None)
-    if isinstance(loss, dict) and isinstance(model.output, dict):
-        return [t for name, t in model.output.items() if loss.get(name) is not None]
-    if isinstance(loss, (list, tuple)) and len(loss) == len(model.outputs):
-        pairs = zip(model.outputs, loss, strict=True)
-        return [t for t, its_loss in pairs if its_loss is not None]
-    return model.outputs
+def _read_by_losses(model: Any, outputs: Any) -> list[Any]:
+    """The outputs of a model, without those whose loss is None."""
+    loss, flat = getattr(model, "loss", None), keras.tree.flatten(outputs)
+    if isinstance(loss, dict) and isinstance(outputs, dict):
+        return [x for name, x in outputs.items() if loss.get(name) is not None]
+    if isinstance(loss, (list, tuple)) and len(loss) == len(flat):
+        pairs = zip(flat, loss, strict=True)
+        return [x for x, its_loss in pairs if its_loss is not None]
+    return flat
 
 
 def producers(tensor: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ _REMEMBERED = (
     "path",
     "input_shape",
     "called_with",
+    "returned",
     "keeps_input_dtypes",
     "loss_is_scaled",
 )
@@ -32,6 +33,8 @@ class Record:
         path: where it was first called, for a layer to which Keras gives no path.
         input_shape: the shape of its first input; empty while it is not known.
         called_with: of a model without a graph, what it was first called with.
+        returned: of such a model, what it returned, each tensor replaced by a weak
+            reference to the layer that made it, or None.
         keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
         loss_is_scaled: of a head, whether the loss that reads it is scaled.
     """
@@ -48,6 +51,7 @@ class Record:
         self.path = ""
         self.input_shape: tuple[int | None, ...] = ()
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
+        self.returned: Any = None
         self.keeps_input_dtypes = False
         self.loss_is_scaled = False
 

@@ -1,0 +1,62 @@
+"""Which layers make what a model without a graph returns: its first call shows it."""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_mp.policies.layers import is_graph
+from keras_mp.policies.record import record_of, records
+
+# By thread: the tensors that layers have returned within such a call, and the layers.
+# By weak references: in a call there is much.
+watched: dict[int, list[tuple[Any, Any]]] = {}
+
+
+@contextlib.contextmanager
+def noted(layer: Any, first_of_all: bool) -> Iterator[Callable[[Any], None]]:
+    """Gives a function to call with what a call of a layer returns.
+
+    Args:
+        first_of_all: it is the first call of a model, and the outermost.
+    """
+    thread = threading.get_ident()
+    if first_of_all and not is_graph(layer):
+        watched[thread] = []
+        try:
+            yield functools.partial(_note_outputs, layer, watched[thread])
+        finally:
+            del watched[thread]
+    elif thread in watched and not isinstance(layer, keras.Model):
+        yield functools.partial(_note, layer, watched[thread])
+    else:
+        yield _pass
+
+
+def _note(layer: Any, made: list[tuple[Any, Any]], result: Any) -> None:
+    maker = weakref.ref(layer)
+    tensors = (x for x in keras.tree.flatten(result) if hasattr(x, "dtype"))
+    made += [(weakref.ref(tensor), maker) for tensor in tensors]
+
+
+def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None:
+    # What a layer passes on is made by another, which has returned before.
+    record_of(model).returned = keras.tree.map_structure(
+        lambda output: next((maker for x, maker in made if x() is output), None),
+        outputs,
+    )
+
+
+def _pass(result: Any) -> None:
+    return
+
+
+def makers_of(model: Any) -> Any:
+    """In place of each output the layer that makes it, or None; None if not known."""
+    record = records.get(id(model))
+    returned = record.returned if record else None
+    return keras.tree.map_structure(lambda layer: layer and layer(), returned)
