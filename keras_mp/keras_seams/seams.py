@@ -217,7 +217,8 @@ def _layer_call(original: Callable) -> Callable:
                 _in_a_call() if first else contextlib.nullcontext(),
                 returned.noted(self, first and outermost) as note,
             ):
-                note(result := call())
+                result = call()
+                note(result)
         else:
             result = original(self, *args, **kwargs)
         if first:
