@@ -9,6 +9,8 @@ import pytest
 from backends import BACKEND, same_bits, values
 
 import keras_mp
+from keras_mp.backends import engine
+from keras_mp.policies.heads import LARGE
 
 layers, ops = keras.layers, keras.ops
 
@@ -56,6 +58,24 @@ def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided
     }
     decided = [row.decided_by for row in shown.values()]
     assert decided == ["policy", "its own dtype", "softmax"]
+
+
+@pytest.mark.skipif(engine.half_products is None, reason="no such products")
+@pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
+def test_a_large_head_is_said_to_multiply_in_half_precision(units):
+    model = graph(lambda: layers.Dense(256), lambda: layers.Dense(units, name="head"))
+    model.compile("sgd", "mse")
+    found = keras_mp.inspect(model)
+    row, text = found.layers[-1], " ".join(str(found).split())
+    half, copies = row.products, row.half_copy_bytes
+    if units * 256 < LARGE:
+        assert (half, copies, row.decided_by) == (None, 0, "output layer")
+        assert "what the loss sees is not rounded" not in text
+    else:
+        # The bias is added in float32.
+        assert (half, copies, row.compute_dtype) == ("float16", 2 * LARGE, "float32")
+        assert "output layer; products in float16, results in float32" in row.decided_by
+        assert "what the loss sees is not rounded" in text
 
 
 def test_a_layer_that_was_never_called_is_undecided_and_its_weights_are_not_known():

@@ -123,7 +123,7 @@ def test_inspecting_a_model_leaves_it_as_it_was():
     keras_mp.set_global_policy("mixed_float16")
     inputs = keras.Input((None, 3))
     model = keras.Model(inputs, layers.Dense(2)(layers.LSTM(4)(inputs)))
-    names = ("input_shape", "path", "chosen", "decision")
+    names = ("first_input", "path", "chosen", "decision")
 
     def remembered():
         found = [records[id(layer)] for layer in within(model)[2:]]

@@ -254,6 +254,12 @@ class Engine:
         """A context whose name the constants in it have."""
         return contextlib.nullcontext()
 
+    half_products: str | None = None
+    """Where products of half precision have float32 results, as the end of a sentence.
+
+    None: nowhere.
+    """
+
     def list_devices(self) -> list[Any]:
         """The devices that the framework sees, each a `devices.Device`."""
         raise NotImplementedError

@@ -93,7 +93,7 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     record.path = layer_path(layer)
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
-        record.input_shape = first.shape
+        record.first_input = first
     if isinstance(layer, keras.Model) and not is_graph(layer):
         call = keras.tree.map_structure(_symbolic, (args, kwargs))
         record.called_with = call
@@ -115,8 +115,14 @@ def _symbolic(argument: Any) -> Any:
 
 def input_shape(layer: Any) -> tuple[int | None, ...]:
     """The shape of a layer's first input; empty while it is not known."""
+    first = first_input(layer)
+    return () if first is None else first.shape
+
+
+def first_input(layer: Any) -> keras.KerasTensor | None:
+    """What a layer was first called with, its first input, as a symbolic tensor."""
     record = records.get(id(layer))
-    return record.input_shape if record else ()
+    return record.first_input if record else None
 
 
 def policy_of(layer: Any) -> Any:

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import keras
+
 from keras_mp.keras_seams import private
 
 # What a change of precision, or a call under another one, changes of a layer itself.
@@ -16,7 +18,7 @@ _REMEMBERED = (
     "decision",
     "chosen",
     "path",
-    "input_shape",
+    "first_input",
     "called_with",
     "returned",
     "keeps_input_dtypes",
@@ -31,7 +33,7 @@ class Record:
         decision: the `Decision` about its policy, or None.
         chosen: the policy under which it was last called for the first time.
         path: where it was first called, for a layer to which Keras gives no path.
-        input_shape: the shape of its first input; empty while it is not known.
+        first_input: what it was first called with, symbolic: shape and dtype.
         called_with: of a model without a graph, what it was first called with.
         returned: of such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
@@ -49,7 +51,7 @@ class Record:
         self.decision: Any = None
         self.chosen: Any = None
         self.path = ""
-        self.input_shape: tuple[int | None, ...] = ()
+        self.first_input: keras.KerasTensor | None = None
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
         self.returned: Any = None
         self.keeps_input_dtypes = False

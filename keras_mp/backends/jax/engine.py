@@ -65,6 +65,7 @@ class JaxEngine(Engine):
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
+    half_products = ""
     why_no_memory = "JAX has compiled no `train_step`, whose memory it would know"
 
     def refuse_baking(self, what: str, remedy: str) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends import engine
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for
-from keras_mp.policies.layers import children_of, is_graph, layer_path, policy_of
+from keras_mp.policies.heads import half_products
+from keras_mp.policies.layers import (
+    children_of,
+    first_input,
+    is_graph,
+    layer_path,
+    policy_of,
+)
 from keras_mp.policies.policy import HALF, chooser_of
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -23,6 +31,8 @@ class LayerFacts:
     Attributes:
         path: the path that the rules see.
         class_name: its class.
+        products: of a large head, the dtype of the operands of its products, whose
+            results are float32; None where they are of its compute dtype.
         compute_dtype: what it computes in; None for a Sequential or Functional model
             within the model, which leaves that to its layers.
         variable_dtype: the dtype of its weights; None as above.
@@ -37,6 +47,7 @@ class LayerFacts:
 
     path: str
     class_name: str
+    products: str | None
     compute_dtype: str | None
     variable_dtype: str | None
     output_dtype: str | None
@@ -71,31 +82,42 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     graph = is_graph(layer)
     policy = policy_of(layer)
     outputs = [tensor for node in nodes for tensor in node.outputs]
+    inputs = [node.input_tensors for node in nodes] or first_input(layer)
+    has_some = engine.half_products is not None
+    products = half_products(layer, inputs) if has_some else None
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
     variables = private.own_trainable(layer) + private.own_non_trainable(layer)
     weights = copied = counted = None
     if layer.built or variables:
         weights = [(v.shape, v.dtype) for v in variables]
         copied = [(v.shape, v.dtype) for v in variables if _is_copied(v, layer)]
+        if products:
+            copied = [(v.shape, v.dtype) for v in variables if len(v.shape) > 1]
     if outputs and not graph:  # Those of a graph are counted at its layers.
         counted = [(t.shape[1:], t.dtype) for t in outputs]  # For one example.
     return LayerFacts(
         path=layer_path(layer),
         class_name=type(layer).__name__,
+        products=products,
         compute_dtype=None if graph else policy.compute_dtype,
         variable_dtype=None if graph else policy.variable_dtype,
         output_dtype=", ".join(dtypes) or None,
-        decided_by="its layers" if graph else _decided_by(layer, parent),
+        decided_by="its layers" if graph else _decided_by(layer, parent, products),
         weight_bytes_float32=_total(weights, "float32"),
         weight_bytes=_total(weights),
-        half_copy_bytes=_total(copied, policy.compute_dtype),
+        half_copy_bytes=_total(copied, products or policy.compute_dtype),
         output_bytes_float32=_total(counted, "float32"),
         output_bytes=_total(counted),
     )
 
 
-def _decided_by(layer: Any, parent: Any) -> str:
+def _decided_by(layer: Any, parent: Any, products: str | None) -> str:
     decision, policy = decision_for(layer), policy_of(layer)
+    if decision is not None and decision.rule and products:
+        return (
+            f"{decision.rule.name}; products in {products}, results in float32"
+            f"{engine.half_products}"
+        )
     if decision is not None:
         return decision.rule.name if decision.rule else "policy"
     if chooser_of(policy) is not None:

@@ -133,6 +133,11 @@ class Inspection:
         notes = [f"{text}."]
         if any(_is_unknown(layer) for layer in self.layers):
             notes.append("?: not known without a run, and not in the sums.")
+        if any(layer.products for layer in self.layers):
+            notes.append(
+                "Products in half precision with float32 results: they are most of a "
+                "step where a head is large, and what the loss sees is not rounded."
+            )
         in_float16 = any(layer.compute_dtype == "float16" for layer in self.layers)
         if in_float16 and not engine.traces:
             notes.append(
