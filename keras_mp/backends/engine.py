@@ -254,6 +254,10 @@ class Engine:
         """A context whose name the constants in it have."""
         return contextlib.nullcontext()
 
+    def note_logits(self, outputs: Any) -> None:
+        """Remembers what a large head returned, for the loss that will read it."""
+        return
+
     half_products: str | None = None
     """Where products of half precision have float32 results, as the end of a sentence.
 

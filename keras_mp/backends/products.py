@@ -50,6 +50,11 @@ def half_operands(operands: HalfOperands) -> Iterator[None]:
         _thread.operands = before
 
 
+def in_scope() -> bool:
+    """Is the head of a model being called, whose products have such operands?"""
+    return getattr(_thread, "operands", None) is not None
+
+
 def repairs(product: Product, **prepare: Prepare) -> dict[str, Wrapper]:
     """Wrappers of operations that obey `half_operands`, each by its name."""
     return {name: _wrapper(product, each) for name, each in prepare.items()}

@@ -199,8 +199,8 @@ def _layer_call(original: Callable) -> Callable:
         if not (first or is_model or returned.watched):
             if not record or not record.decision or not record.decision.head:
                 return original(self, *args, **kwargs)
-            with heads.products_of(self, (args, kwargs)):
-                return original(self, *args, **kwargs)
+            call = functools.partial(original, self, *args, **kwargs)
+            return heads.call(self, (args, kwargs), call)
         outermost = is_model and _is_outermost()
         if first:
             note_call(self, args, kwargs)
@@ -213,11 +213,10 @@ def _layer_call(original: Callable) -> Callable:
             if first:
                 call = functools.partial(mixed_dtypes.first_result, self, call)
             with (
-                heads.products_of(self, (args, kwargs)),
                 _in_a_call() if first else contextlib.nullcontext(),
                 returned.noted(self, first and outermost) as note,
             ):
-                result = call()
+                result = heads.call(self, (args, kwargs), call)
                 note(result)
         else:
             result = original(self, *args, **kwargs)

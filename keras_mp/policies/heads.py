@@ -6,12 +6,13 @@ NVIDIA's GPUs float32 products are TF32 anyway, with the 10 bits of float16, and
 passes in bfloat16.
 """
 
-import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from keras_mp.backends import engine
 from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for
@@ -25,11 +26,10 @@ from keras_mp.policies.rules import OUTPUT
 # read as flops and bytes.
 LARGE = 2**18
 IN_FILES = "keras_mp_heads"
-_NOTHING = contextlib.nullcontext()
 
 
-def products_of(layer: Any, inputs: Any) -> contextlib.AbstractContextManager:
-    """The scope of a call of a head with these inputs.
+def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
+    """Makes the call of a layer with these inputs, which may be a head.
 
     Operands are half precision if the input is, before Keras casts it to float32: raw
     features are not rounded. So they are in the products of the gradient, unless it is
@@ -37,9 +37,12 @@ def products_of(layer: Any, inputs: Any) -> contextlib.AbstractContextManager:
     """
     dtype = half_products(layer, inputs)
     if dtype is None:
-        return _NOTHING
+        return original()
     keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
-    return half_operands(HalfOperands(dtype, dtype if keeps_range else "float32"))
+    with half_operands(HalfOperands(dtype, dtype if keeps_range else "float32")):
+        outputs = original()
+    engine.note_logits(outputs)
+    return outputs
 
 
 def half_products(layer: Any, inputs: Any) -> str | None:

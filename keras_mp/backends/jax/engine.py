@@ -14,6 +14,7 @@ from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.jax import (
     compilation,
     constants,
+    cross_entropy,
     devices,
     differentiation,
     gradients,
@@ -63,6 +64,7 @@ class JaxEngine(Engine):
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
+    note_logits = staticmethod(cross_entropy.note_logits)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     half_products = ""
@@ -152,6 +154,7 @@ class JaxEngine(Engine):
             ),
             **broadcasting.repairs(gradients.is_summed_in_half),
             **products.repairs(),
+            **cross_entropy.repairs(),
         }
 
     def other_workers(self, model: Any) -> str:

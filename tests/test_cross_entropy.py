@@ -1,0 +1,122 @@
+"""Sparse cross-entropy of a large head's logits, in one pass over them."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("the program that JAX makes", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+from keras import layers
+
+import keras_mp
+from keras_mp.backends.jax import cross_entropy
+from keras_mp.policies.heads import LARGE
+
+CLASSES = 7
+LABELS = np.array([[0, 3, 6], [-1, 7, 2]], "int32")  # Two of them are no classes.
+RANDOM = np.random.default_rng(0).normal(size=(2, 3, CLASSES)).astype("float32")
+LOGITS = {
+    "random": RANDOM,
+    "wide": 40 * RANDOM,  # A float32 probability is 0 there, which Keras clips.
+    "one certain": np.where(np.arange(CLASSES) == 3, 100, RANDOM).astype("float32"),
+    "infinite": np.where(np.arange(CLASSES) == 5, np.inf, RANDOM).astype("float32"),
+    "nan": np.where(np.arange(CLASSES) == 5, np.nan, RANDOM).astype("float32"),
+}
+LOSSES = {
+    "mean": {},
+    "each": {"reduction": "none"},
+    "ignore_class": {"ignore_class": 3},
+}
+
+
+def loss_of(logits, known, probabilities, labels=LABELS, **options):
+    """The loss of Keras: of a head, if `known`, else of just any tensor."""
+    outputs = jax.nn.softmax(logits) if probabilities else logits
+    if known:
+        cross_entropy._remember(outputs, logits if probabilities else None)
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=not probabilities, **options
+    )
+    return jnp.sum(loss(labels, outputs))
+
+
+@pytest.mark.parametrize("labels", [LABELS, LABELS[..., None]], ids=["2", "3 axes"])
+@pytest.mark.parametrize("probabilities", [False, True], ids=["logits", "softmax"])
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_loss_and_gradient_are_those_of_keras(logits, options, probabilities, labels):
+    both = [
+        jax.value_and_grad(loss_of)(logits, known, probabilities, labels, **options)
+        for known in (True, False)
+    ]
+    (loss, gradient), (expected, expected_gradient) = both
+    np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=1e-6)
+    if not np.isfinite(logits).all():
+        finite = np.isfinite(expected_gradient)
+        assert np.isfinite(gradient).all() == finite.all()
+        expected_gradient, gradient = expected_gradient[finite], gradient[finite]
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+DERIVATIVES = {
+    "hessian": jax.hessian,
+    "forward": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+    "vmap": lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_other_derivatives_are_too(derivative):
+    found, expected = (
+        derivative(lambda x, known=known: loss_of(x, known, False, LABELS[0]))(
+            RANDOM[0]
+        )
+        for known in (True, False)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_masked_logit_is_no_label_and_no_nan():
+    logits = np.where(np.arange(CLASSES) == 5, -np.inf, RANDOM).astype("float32")
+    loss, gradient = jax.value_and_grad(loss_of)(logits, True, False)
+    expected = loss_of(np.where(logits < -1e4, -1e4, logits), False, False)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert np.isfinite(gradient).all()
+    assert np.isnan(loss_of(logits, False, False))  # 0 of the one-hot times infinity.
+
+
+@pytest.mark.parametrize("activation", [None, "softmax"])
+def test_the_step_of_a_model_has_neither_a_one_hot_nor_a_second_reduction(activation):
+    keras_mp.set_global_policy("mixed_float16")
+    classes = LARGE // 256
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            layers.Dense(256),
+            layers.Dense(classes, activation),
+        ]
+    )
+    model.compile(
+        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=not activation)
+    )
+    model.optimizer.build(model.trainable_variables)
+    x, y = np.ones((4, 16), "float32"), np.zeros((4,), "int32")
+    state = tuple(
+        [v.value for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    text = str(jax.make_jaxpr(model.train_step)(state, (x, y)))
+    assert text.count("_of_both") > 0 and "one_hot" not in text
+    gc.collect()
+    assert not cross_entropy._heads  # Nothing of a trace stays behind.
