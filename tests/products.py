@@ -25,8 +25,13 @@ def products_of(model, x, y):
     """
     x, y = keras.tree.map_structure(ops.convert_to_tensor, (x, y))
     found = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
+    return counted(found(model, (x, y)))
+
+
+def counted(found):
+    """A Counter of pairs of operand dtypes and the dtype of the result."""
     counter: collections.Counter = collections.Counter()
-    for operands, result in found(model, (x, y)):
+    for operands, result in found:
         names = ", ".join(sorted(set(operands)))
         counter[names if result in operands else f"{names} -> {result}"] += 1
     return counter
@@ -78,6 +83,12 @@ def _tensorflow(model, batch):
 
 
 def _torch(model, batch):
+    return dispatched(lambda: model.train_step(batch))
+
+
+def dispatched(function):
+    """The dtypes of operands and result of each product that torch computes in it."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen = []
@@ -87,13 +98,14 @@ def _torch(model, batch):
             name = function.__name__.split(".")[0]
             result = function(*args, **(kwargs or {}))
             if name in ("mm", "addmm", "bmm", "baddbmm") or "convolution" in name:
-                floats = [a for a in args if getattr(a, "is_floating_point", bool)()]
+                tensors = [a for a in args if isinstance(a, torch.Tensor)]
+                floats = [a for a in tensors if a.is_floating_point()]
                 one = result if name in ("mm", "addmm", "bmm", "baddbmm") else floats[0]
                 seen.append(([_name(a) for a in floats], _name(one)))
             return result
 
     with Record():
-        model.train_step(batch)
+        function()
     return seen
 
 
