@@ -6,6 +6,7 @@ ask for bfloat16.
 """
 
 import collections
+import re
 
 import keras
 from keras import ops
@@ -80,6 +81,21 @@ def _tensorflow(model, batch):
         ):
             name = tf.dtypes.as_dtype(node.attr["T"].type).name
             yield [name], name
+
+
+def in_hlo(function, *args):
+    """The products that XLA is given, of a function that it compiles on TensorFlow.
+
+    What it makes of them on CPUs are products in float32.
+    """
+    text = function.experimental_get_compiler_ir(*args)(stage="hlo")
+    dtype = r"(f\d+|bf16)\[[^ ]* "
+    product = rf"= {dtype}(?:dot|convolution)\({dtype}%[^ ]* {dtype}"
+    found = re.findall(product, text)
+    return [([_HLO[a], _HLO[b]], _HLO[result]) for result, a, b in found]
+
+
+_HLO = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
 def _torch(model, batch):

@@ -21,7 +21,7 @@ FEATURES, WIDTH, CLASSES, STEPS = 16, 256, LARGE // 256, 3
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 pytestmark = pytest.mark.skipif(
-    BACKEND == "tensorflow", reason="heads are float32 there"
+    BACKEND == "tensorflow", reason="see test_heads_tensorflow.py"
 )
 
 

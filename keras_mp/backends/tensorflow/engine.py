@@ -18,6 +18,7 @@ from keras_mp.backends.tensorflow import (
     devices,
     differentiation,
     gradients,
+    products,
     replicas,
 )
 from keras_mp.backends.tensorflow import private as tensorflow_private
@@ -153,6 +154,7 @@ class TensorFlowEngine(Engine):
             "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
             **broadcasting.repairs(gradients.is_summed_in_half),
+            **products.repairs(),
         }
 
 
