@@ -6,6 +6,7 @@ ask for bfloat16.
 """
 
 import collections
+import re
 
 import keras
 from keras import ops
@@ -25,8 +26,13 @@ def products_of(model, x, y):
     """
     x, y = keras.tree.map_structure(ops.convert_to_tensor, (x, y))
     found = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
+    return counted(found(model, (x, y)))
+
+
+def counted(found):
+    """A Counter of pairs of operand dtypes and the dtype of the result."""
     counter: collections.Counter = collections.Counter()
-    for operands, result in found(model, (x, y)):
+    for operands, result in found:
         names = ", ".join(sorted(set(operands)))
         counter[names if result in operands else f"{names} -> {result}"] += 1
     return counter
@@ -77,7 +83,28 @@ def _tensorflow(model, batch):
             yield [name], name
 
 
+def in_hlo(function, *args):
+    """The products that XLA is given, of a function that it compiles on TensorFlow.
+
+    What it makes of them on CPUs are products in float32.
+    """
+    text = function.experimental_get_compiler_ir(*args)(stage="hlo")
+    dtype = r"(f\d+|bf16)\[[^ ]* "
+    product = rf"= {dtype}(?:dot|convolution)\({dtype}%[^ ]* {dtype}"
+    found = re.findall(product, text)
+    return [([_HLO[a], _HLO[b]], _HLO[result]) for result, a, b in found]
+
+
+_HLO = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
 def _torch(model, batch):
+    return dispatched(lambda: model.train_step(batch))
+
+
+def dispatched(function):
+    """The dtypes of operands and result of each product that torch computes in it."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen = []
@@ -87,13 +114,14 @@ def _torch(model, batch):
             name = function.__name__.split(".")[0]
             result = function(*args, **(kwargs or {}))
             if name in ("mm", "addmm", "bmm", "baddbmm") or "convolution" in name:
-                floats = [a for a in args if getattr(a, "is_floating_point", bool)()]
+                tensors = [a for a in args if isinstance(a, torch.Tensor)]
+                floats = [a for a in tensors if a.is_floating_point()]
                 one = result if name in ("mm", "addmm", "bmm", "baddbmm") else floats[0]
                 seen.append(([_name(a) for a in floats], _name(one)))
             return result
 
     with Record():
-        model.train_step(batch)
+        function()
     return seen
 
 

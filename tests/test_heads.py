@@ -14,10 +14,23 @@ from keras_mp.policies.heads import LARGE
 
 BACKEND = keras.backend.backend()
 POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+if BACKEND == "torch":
+    # Of the other Keras computes the body in float32 on CPUs: see test_heads_torch.py.
+    del POLICIES["mixed_float16"]
 FEATURES, WIDTH, CLASSES, STEPS = 16, 256, LARGE // 256, 3
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-pytestmark = pytest.mark.skipif(BACKEND != "jax", reason="heads are float32 there")
+pytestmark = pytest.mark.skipif(
+    BACKEND == "tensorflow", reason="see test_heads_tensorflow.py"
+)
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    if BACKEND == "torch":
+        from half_products_torch import use_kernel
+
+        use_kernel(monkeypatch)
 
 
 @pytest.fixture(params=POLICIES)
@@ -39,6 +52,11 @@ def lora():
 
 def wrapped():
     head = layers.TimeDistributed(layers.Dense(CLASSES))
+    return ending_in(head, features=(STEPS, FEATURES))
+
+
+def columns():
+    head = layers.EinsumDense("abc,cde->abde", (STEPS, 2, CLASSES // 2))
     return ending_in(head, features=(STEPS, FEATURES))
 
 
@@ -72,12 +90,17 @@ HEADS = {
     "EinsumDense": (lambda: ending_in(layers.EinsumDense("ab,bc->ac", CLASSES)), 1),
     "LoRA": (lora, 2),
     "TimeDistributed": (wrapped, STEPS),
+    "two axes of columns": (columns, 1),
     "1x1 convolution": (lambda: convolution(1), 1),
-    "convolution": (lambda: convolution(2), 1),
-    "convolution in groups": (lambda: convolution(2, groups=CLASSES // 16), 1),
     "tied weights": (reversible, 1),
     "ReversibleEmbedding": (lambda: reversible(tie_weights=False), 1),
 }
+CONVOLUTIONS = {
+    "convolution": lambda: convolution(2),
+    "convolution in groups": lambda: convolution(2, groups=CLASSES // 16),
+}
+if BACKEND == "jax":
+    HEADS |= {name: (make, 1) for name, make in CONVOLUTIONS.items()}
 
 
 def data_for(model, seed=0):
@@ -212,6 +235,8 @@ KEPT = {
     "float32=": lambda: ending_in(layers.Dense(CLASSES, name="kept")),
     "recurrent": lambda: ending_in(layers.GRU(WIDTH * 2), features=(STEPS, FEATURES)),
 }
+if BACKEND != "jax":
+    KEPT |= CONVOLUTIONS
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -231,6 +256,7 @@ def test_a_float16_gradient_is_half_only_where_the_loss_is_scaled(half):
     assert products[f"{half} -> float32"] == 1
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="its own ways to differentiate")
 def test_a_gradient_of_a_gradient_and_a_forward_one_agree_with_float32(half):
     import jax
     import jax.numpy as jnp

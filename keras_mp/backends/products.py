@@ -29,11 +29,12 @@ class HalfOperands(NamedTuple):
     gradient: str
 
 
-# A product of two float32 tensors, as `product(run, a, b, half_operands)`, where
-# `run(a, b, dtype)` multiplies tensors of any dtype and returns `dtype`.
+# A product of two float32 tensors, as `product(run, a, b, half_operands)`. On JAX
+# `run(a, b, dtype)` multiplies tensors of any dtype and returns `dtype`. Elsewhere a
+# and b are matrices, and `run` shapes their product.
 Product = Callable[[Callable, Any, Any, HalfOperands], Any]
-# Of the arguments of an operation: its two operands and `run`; None if it is no product
-# of two tensors.
+# Of the arguments of an operation: its two operands and `run`; None if it has no such
+# product.
 Prepare = Callable[..., tuple[Any, Any, Callable] | None]
 
 _thread = threading.local()
@@ -55,17 +56,24 @@ def in_scope() -> bool:
     return getattr(_thread, "operands", None) is not None
 
 
-def repairs(product: Product, **prepare: Prepare) -> dict[str, Wrapper]:
-    """Wrappers of operations that obey `half_operands`, each by its name."""
-    return {name: _wrapper(product, each) for name, each in prepare.items()}
+def repairs(
+    product: Product, possible: Callable[[], bool], **prepare: Prepare
+) -> dict[str, Wrapper]:
+    """Wrappers of operations that obey `half_operands` where that is possible.
+
+    Each by the name of its operation.
+    """
+    return {name: _wrapper(product, possible, each) for name, each in prepare.items()}
 
 
-def _wrapper(product: Product, prepare: Prepare) -> Wrapper:
+def _wrapper(
+    product: Product, possible: Callable[[], bool], prepare: Prepare
+) -> Wrapper:
     def wrap(original: Callable) -> Callable:
         @functools.wraps(original)
         def operation(*args: Any, **kwargs: Any) -> Any:
             operands = getattr(_thread, "operands", None)
-            if operands is None:
+            if operands is None or not possible():
                 return original(*args, **kwargs)
             prepared = prepare(*args, **kwargs)
             if prepared is None:

@@ -16,7 +16,9 @@ from keras_mp.backends.products import HalfOperands
 
 
 def repairs() -> dict[str, Wrapper]:
-    return products.repairs(_product, matmul=_matmul, einsum=_einsum, conv=_conv)
+    return products.repairs(
+        _product, lambda: True, matmul=_matmul, einsum=_einsum, conv=_conv
+    )
 
 
 def _product(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:

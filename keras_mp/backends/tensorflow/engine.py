@@ -18,6 +18,7 @@ from keras_mp.backends.tensorflow import (
     devices,
     differentiation,
     gradients,
+    products,
     replicas,
 )
 from keras_mp.backends.tensorflow import private as tensorflow_private
@@ -39,6 +40,7 @@ class TensorFlowEngine(Engine):
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
+    half_products = " where XLA compiles"
     why_no_memory = "TensorFlow counts the memory of GPUs alone"
 
     def is_tracing(self) -> bool:
@@ -153,6 +155,7 @@ class TensorFlowEngine(Engine):
             "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
             **broadcasting.repairs(gradients.is_summed_in_half),
+            **products.repairs(),
         }
 
 

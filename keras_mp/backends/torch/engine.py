@@ -9,7 +9,13 @@ import torch
 from torch import distributed
 
 from keras_mp.backends.engine import Engine, Wrapper
-from keras_mp.backends.torch import devices, differentiation, gradients, writes
+from keras_mp.backends.torch import (
+    devices,
+    differentiation,
+    gradients,
+    products,
+    writes,
+)
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
 
@@ -22,6 +28,7 @@ class TorchEngine(Engine):
     unscale = staticmethod(gradients.unscale)
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
+    half_products = " on NVIDIA's GPUs"
     traces = False
     differentiate = staticmethod(differentiation.differentiate)
     list_devices = staticmethod(devices.list_devices)
@@ -29,7 +36,7 @@ class TorchEngine(Engine):
     why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
 
     def repairs(self) -> dict[str, Wrapper]:
-        return {private.WRITE: writes.reach_the_variable}
+        return {private.WRITE: writes.reach_the_variable, **products.repairs()}
 
     def is_tracing(self) -> bool:
         """Is torch.compile tracing us?"""

@@ -1,0 +1,37 @@
+"""Products with half-precision operands and float32 results, as XLA has them.
+
+Where XLA does not compile, TensorFlow has no such product: it stays in float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.backends import matrices, products
+from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.products import HalfOperands
+from keras_mp.backends.tensorflow import private
+from keras_mp.backends.tensorflow.gradients import compiled_by_xla
+
+
+def repairs() -> dict[str, Wrapper]:
+    return products.repairs(_product, compiled_by_xla, **matrices.OPERATIONS)
+
+
+def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+    half, gradient = operands
+
+    @tf.custom_gradient
+    def product(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        def derivative(grad: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            cast_grad, cast_a, cast_b = (tf.cast(x, gradient) for x in (grad, a, b))
+            da = tf.matmul(cast_grad, cast_b, transpose_b=True)
+            db = tf.matmul(cast_a, cast_grad, transpose_a=True)
+            return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
+
+        return private.dot(tf.cast(a, half), tf.cast(b, half), tf.float32), derivative
+
+    # XLA compiles it in any case: a `tf.function` of the user's that is traced within
+    # what XLA compiles may be called outside of it too, with the same trace.
+    return shaped(tf.function(product, jit_compile=True, autograph=False)(a, b))

@@ -1,0 +1,79 @@
+"""Products with half-precision operands and float32 results, on NVIDIA's GPUs.
+
+`torch.mm` alone computes them, of two matrices. All else stays in float32: other
+products, and other devices. CPUs multiply float16 a hundred times slower than float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from keras import ops
+
+from keras_mp.backends import matrices, products
+from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.products import HalfOperands
+
+# torch has the kernel since 2.8; ROCm refuses it.
+_KNOWN = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
+DEVICES = ("cuda",) if _KNOWN else ()
+
+
+def repairs() -> dict[str, Wrapper]:
+    return products.repairs(_product, _have_kernel, **matrices.OPERATIONS)
+
+
+def _have_kernel() -> bool:
+    # Keras moves the tensors of an operation to the device of new ones.
+    return ops.empty(()).device.type in DEVICES
+
+
+def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+    dtypes = (getattr(torch, dtype) for dtype in operands)
+    # torch.compile refuses functions with a forward derivative.
+    compiling = torch.compiler.is_compiling()
+    function = HalfProduct if compiling else HalfProductWithJvp
+    return shaped(function.apply(a, b, *dtypes))
+
+
+class HalfProduct(torch.autograd.Function):
+    """The product of two matrices, and its derivative, which torch lacks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        a: torch.Tensor, b: torch.Tensor, half: torch.dtype, gradient: torch.dtype
+    ) -> torch.Tensor:
+        return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        a, b, _, ctx.gradient = inputs
+        # Not their casts: a second derivative would not see where those come from.
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        a, b = ctx.saved_tensors
+        cast_grad = grad.to(ctx.gradient)
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            da = torch.mm(cast_grad, b.to(ctx.gradient).T).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            db = torch.mm(a.to(ctx.gradient).T, cast_grad).to(b.dtype)
+        return da, db, None, None
+
+
+class HalfProductWithJvp(HalfProduct):
+    """The same product, with a forward derivative too."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        HalfProduct.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:2])
+
+    @staticmethod
+    def jvp(ctx: Any, da: torch.Tensor, db: torch.Tensor, *_: None) -> torch.Tensor:
+        a, b, da, db = (x.to(ctx.gradient) for x in (*ctx.saved_tensors, da, db))
+        return torch.mm(da, b).float() + torch.mm(a, db).float()
