@@ -31,7 +31,7 @@ GPU_VENV := .venv-gpu
 GPU_GATES := $(GPU_VENV)/with-cuda12
 TPU_VENV := .venv-tpu
 TPU_GATES := $(TPU_VENV)/with-libtpu
-# Warnings of JAX and libtpu are no failures, as a program for another device has some.
+# Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
 .PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality gpu-gates \

@@ -18,24 +18,24 @@ IMAGES = (224, 224, 3), "float32"
 MODELS = {
     "decoder": (
         lambda: decoder(50257, 512, 768, 2, 12),
-        (CROSSENTROPY, 8, ((512,), "int32"), ((512,), "int32")),
+        *(CROSSENTROPY, 8, ((512,), "int32"), ((512,), "int32")),
     ),
     "MLP": (
         lambda: dense(4096, 4),
-        ("mse", 4096, ((4096,), "float32"), ((4096,), "float32")),
+        *("mse", 4096, ((4096,), "float32"), ((4096,), "float32")),
     ),
     "ViT": (
         lambda: vision_transformer(224, 16, 768, 2, 12, 1000),
-        (CROSSENTROPY, 32, IMAGES, ((), "int32")),
+        *(CROSSENTROPY, 32, IMAGES, ((), "int32")),
     ),
     "ResNet-50": (
         lambda: keras.applications.ResNet50(weights=None, classifier_activation=None),
-        (CROSSENTROPY, 32, IMAGES, ((), "int32")),
+        *(CROSSENTROPY, 32, IMAGES, ((), "int32")),
     ),
 }
 # XLA tries Triton's tiles on the GPU; without one it takes some that do not fit the 197
-# rows of ViT, and fails. All products are cuBLAS's then.
-OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+# rows of ViT, and fails. All its products are cuBLAS's then.
+OPTIONS = {("gpu", "ViT"): {"xla_gpu_enable_triton_gemm": False}}
 # Calls of cuBLAS and cuDNN whose first two operands are multiplied.
 LIBRARIES = ("__cublas$", "__cudnn$conv")
 
@@ -70,17 +70,17 @@ class Step(NamedTuple):
 
 
 @functools.cache
-def whole_step(model, policy):
+def whole_step(name, policy):
     """The train step of `fit` with Adam, under a policy of keras_mp."""
     keras.backend.clear_session()
-    make, (loss, batch, *ends) = MODELS[model]
+    make, loss, batch, *ends = MODELS[name]
     with keras_mp.policy_scope(policy):
         model = make()
     model.compile("adam", loss)
     data = tuple(np.zeros((batch, *shape), dtype) for shape, dtype in ends)
     build(model, data)
     model.make_train_function()
-    program = step_of(model, data, **OPTIONS.get(platform(), {}))
+    program = step_of(model, data, **OPTIONS.get((platform(), name), {}))
     return Step(program, list(products(program.text)))
 
 
