@@ -101,11 +101,11 @@ gpu-gates: $(GPU_GATES)
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
 	  test_compiled_step.py test_whole_steps.py
 
-# libtpu looks for its machine's name and kind unless it is told.
+# libtpu looks for its machine unless it is told, and lets one process in at a time.
 tpu-gates: $(TPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
 	  TPU_ACCELERATOR_TYPE=v5litepod-4 TPU_WORKER_HOSTNAMES=localhost \
-	  TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 \
+	  TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  KERAS_MP_TPU_TARGET=v5e:2x2 $(abspath $(TPU_VENV))/bin/python $(GATES) \
 	  test_whole_steps.py
 
