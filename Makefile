@@ -101,6 +101,7 @@ gpu-gates: $(GPU_GATES)
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
 	  test_compiled_step.py test_whole_steps.py
 
+# Ten to twenty minutes on two cores, most of them for ResNet-50.
 # libtpu looks for its machine unless it is told, and lets one process in at a time.
 tpu-gates: $(TPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
