@@ -26,12 +26,16 @@ SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
 BENCH := $(VENV)/with-bench,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
 
-# An environment of its own: with CUDA's plugin in it, JAX looks for a GPU everywhere.
+# Environments of their own: with a plugin in it, JAX looks for its device everywhere.
 GPU_VENV := .venv-gpu
 GPU_GATES := $(GPU_VENV)/with-cuda12
+TPU_VENV := .venv-tpu
+TPU_GATES := $(TPU_VENV)/with-libtpu
+# Without conftest.py, which imports what only `make test` installs.
+GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
 .PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality gpu-gates \
-  sweep sweep-layers sweep-models sweep-dtypes sweep-endings clean $(TESTS)
+  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -47,6 +51,7 @@ help:
 	@echo "make bench-train    measure whole training steps under each policy"
 	@echo "make bench-quality  train to the end under each policy"
 	@echo "make gpu-gates   what a compiled step costs on an H100, without one"
+	@echo "make tpu-gates   what it costs on a TPU v5e, without one"
 	@echo "make sweep   measure what the tests are too short for, both of these:"
 	@echo "make sweep-layers   measure every layer of Keras in half precision"
 	@echo "make sweep-models   train every model of keras.applications, and KerasHub's"
@@ -93,8 +98,17 @@ bench-quality: $(BENCH)
 # The programs are compiled for an H100 and read, not run: no GPU is needed.
 gpu-gates: $(GPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
-	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python -m pytest \
-	  --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning" test_compiled_step.py
+	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
+	  test_compiled_step.py test_whole_steps.py
+
+# Ten to twenty minutes on two cores, most of them for ResNet-50.
+# libtpu looks for its machine unless it is told, and lets one process in at a time.
+tpu-gates: $(TPU_GATES)
+	cd tests && KERAS_BACKEND=jax JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
+	  TPU_ACCELERATOR_TYPE=v5litepod-4 TPU_WORKER_HOSTNAMES=localhost \
+	  TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+	  KERAS_MP_TPU_TARGET=v5e:2x2 $(abspath $(TPU_VENV))/bin/python $(GATES) \
+	  test_whole_steps.py
 
 sweep: sweep-layers sweep-models
 
@@ -121,7 +135,7 @@ check: $(CHECK)
 	$(BIN)/mypy keras_mp keras_mp_cli benchmarks sweeps
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-versions build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) $(TPU_VENV) .venv-versions build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 
@@ -147,5 +161,14 @@ $(GPU_GATES): pyproject.toml
 	  echo "make gpu-gates needs the wheels jax-cuda12-plugin and jax-cuda12-pjrt" \
 	    "$$version, which cannot be installed here: they exist for Linux on x86-64 and" \
 	    "ARM, for the Pythons of that release of JAX." >&2; \
+	  exit 1; }
+	@touch "$@"
+
+$(TPU_GATES): pyproject.toml
+	$(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/python -m pip install --quiet pytest --editable ".[jax]"
+	$(TPU_VENV)/bin/python -m pip install --quiet --no-deps "libtpu==0.0.42.*" || { \
+	  echo "make tpu-gates needs the wheel libtpu 0.0.42, which cannot be installed here:" \
+	    "it exists for Linux on x86-64." >&2; \
 	  exit 1; }
 	@touch "$@"

@@ -1,8 +1,10 @@
 """The programs that JAX makes of a step: what is in them, and what they cost.
 
-Compiled, never run: so for a device that is not there, an H100, see `make gpu-gates`.
+Compiled, never run: so for a device that is not there, an H100 or a TPU, see
+`make gpu-gates` and `make tpu-gates`.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -10,6 +12,7 @@ import os
 import re
 import time
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import keras
@@ -42,6 +45,7 @@ class Program(NamedTuple):
     Attributes:
         text: its optimized HLO.
         temporary: bytes of memory beside its arguments and results.
+        peak: bytes of memory with them; what is donated counts once.
         accessed: bytes that its kernels read and write.
         gradients: bytes of the gradients in float32, a pass over the parameters.
         variables: how many are trained.
@@ -53,6 +57,7 @@ class Program(NamedTuple):
 
     text: str
     temporary: int
+    peak: int
     accessed: int
     gradients: int
     variables: int
@@ -138,10 +143,9 @@ def train_step(
     if scaled:
         optimizer = keras_mp.LossScaleOptimizer(optimizer)
     model.compile(optimizer, "mse", metrics=["mae"], auto_scale_loss=False)
-    optimizer.build(model.trainable_variables)
     shapes = model.input_shape, model.output_shape
     data = tuple(np.zeros(shape, "float32") for shape in shapes)
-    model._symbolic_build(data_batch=data)
+    build(model, data)
     if monitored:
         keras_mp.callbacks.LossScaleMonitor(underflow=True).set_model(model)
     if not rolled_back:
@@ -150,17 +154,29 @@ def train_step(
         model.make_train_function()
     finally:
         keras_mp.keras_seams.seams.install()
+    return step_of(model, data)
+
+
+def build(model, data):
+    """Creates what a step of a compiled model on this batch reads and writes."""
+    model.optimizer.build(model.trainable_variables)
+    model._symbolic_build(data_batch=data)
+
+
+def step_of(model, data, **options):
+    """Compiles the train function that the model has made, with options of XLA."""
     step = inspect.getclosurevars(inspect.unwrap(model.train_function))
     state = tuple(
         [v.value for v in variables]
         for variables in (
             model.trainable_variables,
             model.non_trainable_variables,
-            optimizer.variables,
+            model.optimizer.variables,
             model.metrics_variables,
         )
     )
-    return compiled(step.nonlocals["step_function"], (state, data), state[0])
+    function = step.nonlocals["step_function"]
+    return compiled(function, (state, data), state[0], **options)
 
 
 @functools.cache
@@ -184,21 +200,27 @@ def update(optimizer, scaled):
     return compiled(step, (state, weights, weights), weights)
 
 
-def compiled(function, args, weights):
+def compiled(function, args, weights, **options):
     """Traces and compiles a jitted function, for the device of these gates."""
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding()), args
     )
     started = time.process_time()
-    traced = function.trace(*args)
-    between = time.process_time()
-    lowered = traced.lower()
-    program = lowered.compile()
+    with as_if_there():
+        traced = function.trace(*args)
+        between = time.process_time()
+        lowered = traced.lower()
+    program = lowered.compile(options)
     compiled_at = time.process_time()
     text, cost = program.as_text(), program.cost_analysis()
+    memory = program.memory_analysis()
     return Program(
         text=text,
-        temporary=program.memory_analysis().temp_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        peak=memory.temp_size_in_bytes
+        + memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
         accessed=int(cost["bytes accessed"]) if cost else bytes_of_kernels(text),
         gradients=4 * sum(math.prod(w.shape) for w in weights),
         variables=len(weights),
@@ -211,17 +233,45 @@ def compiled(function, args, weights):
 
 @functools.cache
 def sharding():
-    """Where programs are compiled for: an H100 that KERAS_MP_GPU_TARGET describes."""
-    target = os.environ.get("KERAS_MP_GPU_TARGET")
-    if not target:
-        return None
+    """Where programs are compiled for; None for the device that is there.
+
+    KERAS_MP_GPU_TARGET is a file that describes a GPU, KERAS_MP_TPU_TARGET the name of
+    a topology, "v5e:2x2".
+    """
     from jax.experimental import topologies
 
-    with open(target) as file:
-        topology = topologies.get_topology_desc(
-            "H100", "cuda", topology="1x1x1", target_config=file.read()
-        )
+    if target := os.environ.get("KERAS_MP_GPU_TARGET"):
+        with open(target) as file:
+            topology = topologies.get_topology_desc(
+                "H100", "cuda", topology="1x1x1", target_config=file.read()
+            )
+    elif target := os.environ.get("KERAS_MP_TPU_TARGET"):
+        topology = topologies.get_topology_desc(target, "tpu")
+    else:
+        return None
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def platform():
+    """That of the device: "cpu", "gpu" or "tpu"."""
+    return (
+        next(iter(sharding().device_set)).platform
+        if sharding()
+        else jax.default_backend()
+    )
+
+
+@contextlib.contextmanager
+def as_if_there():
+    """What Keras and keras_mp ask about devices is answered for the target."""
+    if sharding() is None:
+        yield
+        return
+    devices, answer = list(sharding().device_set), platform()
+    with mock.patch.multiple(
+        jax, devices=lambda *_: devices, default_backend=lambda: answer
+    ):
+        yield
 
 
 def equations(jaxpr, seen):
@@ -236,7 +286,7 @@ def equations(jaxpr, seen):
     )
 
 
-def bytes_of_kernels(text):
+def bytes_of_kernels(text, dtype=r"[a-z]+\d*"):
     """What the instructions of the entry computation read and write, each as a whole.
 
     For GPUs, where XLA does not say it without the device.
@@ -248,7 +298,7 @@ def bytes_of_kernels(text):
         if found is None:
             continue
         name, shape, operation, rest = found.groups()
-        size[name] = bytes_of(shape)
+        size[name] = bytes_of(shape, dtype)
         if operation in FREE:
             continue
         operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
@@ -259,8 +309,8 @@ def bytes_of_kernels(text):
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
-def bytes_of(shape):
+def bytes_of(shape, dtype):
     return sum(
         BYTES.get(dtype, 4) * math.prod(int(d) for d in dims.split(",") if d)
-        for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shape)
+        for dtype, dims in re.findall(rf"\b({dtype})\[([\d,]*)\]", shape)
     )

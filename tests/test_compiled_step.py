@@ -10,9 +10,9 @@ import pytest
 if keras.backend.backend() != "jax":
     pytest.skip("programs of XLA, as JAX makes them", allow_module_level=True)
 
-from compiled_steps import OPTIMIZERS, sharding, train_step, update
+from compiled_steps import OPTIMIZERS, platform, train_step, update
 
-ON_GPU = sharding() is not None
+ON_GPU = platform() == "gpu"
 # Scalars: for each variable ten of 4 bytes, five counts of not finite gradients before
 # and after the step; and two, predicate and scale, for each of up to ten kernels that
 # write it. A few more for the state of the scale, metrics and logs.

@@ -1,0 +1,82 @@
+"""A mixed train step beside the float32 step, as XLA compiles them for an accelerator.
+
+Read from the programs, which are never run: `make gpu-gates` compiles them for an H100,
+`make tpu-gates` for a TPU v5e. Attention is two plain products in them, as in Keras
+without cuDNN.
+"""
+
+import re
+
+import keras
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("programs of XLA, as JAX makes them", allow_module_level=True)
+
+from compiled_steps import platform, sharding
+
+if sharding() is None:
+    pytest.skip("make gpu-gates, make tpu-gates", allow_module_level=True)
+
+from whole_steps import whole_step
+
+from keras_mp.policies import heads
+
+HALF = {"gpu": "mixed_float16", "tpu": "mixed_bfloat16"}[platform()]
+# Peak memory, of the float32 step's, is at most this: measured, then rounded up.
+MEMORY = {
+    "gpu": {"MLP": 0.96, "decoder": 1.08, "ViT": 0.72, "ResNet-50": 0.58},
+    "tpu": {"MLP": 0.94, "decoder": 0.96, "ViT": 0.80, "ResNet-50": 0.60},
+}[platform()]
+# Products of a mixed step with a float32 operand, by the operation that they come from.
+EXPLAINED = {
+    "tpu": {
+        r"transpose\(.*BTNH,BSNH->BNTS": "JAX's attention makes float32 logits, so that"
+        " their gradient is float32; a TPU rounds it to bfloat16 on the way in",
+    }
+}.get(platform(), {})
+
+of_each_model = pytest.mark.parametrize("model", MEMORY)
+
+
+def float32_products(step):
+    """Those that nothing explains."""
+    return [
+        f"{product} of {product.source}"
+        for product in step.products
+        if "f32" in product.operands
+        and not any(re.search(source, product.source) for source in EXPLAINED)
+    ]
+
+
+@of_each_model
+def test_no_product_of_a_mixed_step_has_a_float32_operand(model):
+    step = whole_step(model, HALF)
+    assert step.products, step
+    assert not float32_products(step), step
+
+
+@of_each_model
+def test_it_has_as_many_products_as_the_float32_step(model):
+    plain, step = whole_step(model, "float32"), whole_step(model, HALF)
+    assert len(step.products) == len(plain.products), f"{step}\nfloat32: {plain}"
+
+
+@of_each_model
+def test_it_has_no_conditional(model):
+    step = whole_step(model, HALF)
+    assert step.program.count("conditional") == 0, step
+
+
+@of_each_model
+def test_its_peak_memory_is_bounded_by_that_of_float32(model):
+    plain, step = whole_step(model, "float32"), whole_step(model, HALF)
+    ratio = step.program.peak / plain.program.peak
+    assert ratio <= MEMORY[model], f"{ratio:.3f}\n{step}\nfloat32: {plain}"
+
+
+def test_the_gate_sees_a_head_in_float32(monkeypatch):
+    monkeypatch.setattr(heads, "LARGE", 2**40)
+    step = whole_step.__wrapped__("MLP", HALF)
+    # The product and the two of its gradient.
+    assert len(float32_products(step)) == 3, step
