@@ -12,6 +12,7 @@ from jax import lax
 
 from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.jax import (
+    activations,
     compilation,
     constants,
     cross_entropy,
@@ -155,6 +156,7 @@ class JaxEngine(Engine):
             **broadcasting.repairs(gradients.is_summed_in_half),
             **products.repairs(),
             **cross_entropy.repairs(),
+            **activations.repairs(),
         }
 
     def other_workers(self, model: Any) -> str:
