@@ -86,8 +86,10 @@ def _loss(original: Callable) -> Callable:
 
 @jax.custom_jvp
 def _losses(logits: Any, labels: Any) -> Any:
-    own = jnp.take_along_axis(logits, labels[..., jnp.newaxis], -1, mode="clip")[..., 0]
-    return jnp.where(_is_class(labels, logits), _log_sums(logits) - own, 0)
+    rows, columns = jnp.reshape(logits, (-1, logits.shape[-1])), jnp.ravel(labels)
+    own = jnp.take_along_axis(rows, columns[:, jnp.newaxis], 1, mode="clip")
+    losses = _log_sums(logits) - jnp.reshape(own, labels.shape)
+    return jnp.where(_is_class(labels, logits), losses, 0)
 
 
 @_losses.defjvp
