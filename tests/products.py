@@ -59,9 +59,10 @@ def _of_jaxpr(jaxpr):
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             operands = [v.aval.dtype.name for v in equation.invars]
             yield operands, equation.outvars[0].aval.dtype.name
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-        ):
+        values = list(equation.params.values())
+        if equation.params.get("branches_platforms"):  # What is not for CPUs.
+            values = equation.params["branches"][-1:]
+        for value in jax.tree.leaves(values, is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _of_jaxpr(inner)

@@ -79,7 +79,8 @@ def gradient(f):
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_derivatives_agree_with_float32(order, half):
+@pytest.mark.parametrize("tied", [False, True])
+def test_derivatives_agree_with_float32(tied, half, order):
     generator = np.random.default_rng(0)
     a, b = (
         tf.constant(generator.normal(size=s), "float32") / 4 for s in ((4, 8), (8, 3))
@@ -89,7 +90,7 @@ def test_derivatives_agree_with_float32(order, half):
         return ops.sum(ops.matmul(a, b) ** 2)
 
     def rounded(a, b):
-        with half_operands(HalfOperands(half, half)):
+        with half_operands(HalfOperands(half, half, tied)):
             return plain(a, b)
 
     expected, found = plain, rounded

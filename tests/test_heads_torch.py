@@ -21,13 +21,17 @@ from keras_mp.backends.torch.products import HalfProduct
 HALF = ("float16", "bfloat16")
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("half", HALF)
-def test_the_kernel_of_torch_takes_half_precision_and_returns_float32(half):
+def test_the_kernel_of_torch_takes_half_precision_and_returns_float32(half, tied):
     # Of a tensor on "meta" torch computes shapes and dtypes as its GPUs do.
     a, b = (torch.ones(s, device="meta", requires_grad=True) for s in ((4, 8), (8, 3)))
     dtype = getattr(torch, half)
-    seen = dispatched(lambda: HalfProduct.apply(a, b, dtype, dtype).sum().backward())
-    assert seen == [([half, half], "float32")] + 2 * [([half, half], half)]
+    seen = dispatched(
+        lambda: HalfProduct.apply(a, b, dtype, dtype, tied).sum().backward()
+    )
+    results = ["float32", half, "float32" if tied else half]
+    assert seen == [([half, half], result) for result in results]
     assert a.grad.dtype == b.grad.dtype == torch.float32
 
 
@@ -128,11 +132,12 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("name", DERIVATIVES)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_derivatives_agree_with_float32(name, half, monkeypatch):
+def test_derivatives_agree_with_float32(name, half, tied, monkeypatch):
     use_kernel(monkeypatch)
     generator = np.random.default_rng(0)
     a, b = (
@@ -144,7 +149,7 @@ def test_derivatives_agree_with_float32(name, half, monkeypatch):
         return (ops.matmul(a, b) ** 2).sum()
 
     def rounded(a, b):
-        with half_operands(HalfOperands(half, half)):
+        with half_operands(HalfOperands(half, half, tied)):
             return plain(a, b)
 
     derivative = DERIVATIVES[name]

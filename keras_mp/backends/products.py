@@ -23,10 +23,13 @@ class HalfOperands(NamedTuple):
     Attributes:
         dtype: of the operands, "float16" or "bfloat16".
         gradient: of the operands of the two products of their gradient.
+        tied: whether the weights are used elsewhere too. The sum of both gradients is
+            float32, and so is the one of this product.
     """
 
     dtype: str
     gradient: str
+    tied: bool = False
 
 
 # A product of two float32 tensors, as `product(run, a, b, half_operands)`. On JAX

@@ -39,7 +39,9 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     if dtype is None:
         return original()
     keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
-    with half_operands(HalfOperands(dtype, dtype if keeps_range else "float32")):
+    gradient = dtype if keeps_range else "float32"
+    tied = getattr(layer, "tie_weights", False)
+    with half_operands(HalfOperands(dtype, gradient, tied)):
         outputs = original()
     engine.note_logits(outputs)
     return outputs

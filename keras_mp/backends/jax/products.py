@@ -22,10 +22,12 @@ def repairs() -> dict[str, Wrapper]:
 
 
 def _product(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+    if operands.tied and operands.gradient != "float32" and b.ndim == 2:
+        return _product_with_tied_weights(operands.dtype, a, b)
+
     @jax.custom_jvp
     def product(a: Any, b: Any) -> Any:
-        half = operands.dtype
-        return run(a.astype(half), b.astype(half), "float32")
+        return _in_float32(run, a.astype(operands.dtype), b.astype(operands.dtype))
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
@@ -42,8 +44,57 @@ def _product(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
     return product(a, b)
 
 
+def _in_float32(run: Callable, a: Any, b: Any) -> Any:
+    """The product of half-precision tensors in float32.
+
+    On CPUs of float32 tensors, whose products are the same: XLA has no kernel there for
+    bfloat16 of some layouts, and finds out when the program runs.
+    """
+    return lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: run(a.astype("float32"), b.astype("float32"), "float32"),
+        default=lambda a, b: run(a, b, "float32"),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_with_tied_weights(half: str, a: Any, b: Any) -> Any:
+    """The product of a (..., k) and b (k, n), the gradient by b in float32.
+
+    The transpose of no operation of JAX has half operands and a float32 result. So it
+    has no forward derivative.
+    """
+    return _in_float32(_multiply, a.astype(half), b.astype(half))
+
+
+def _forward(half: str, a: Any, b: Any) -> tuple[Any, Any]:
+    return _product_with_tied_weights(half, a, b), (a, b)
+
+
+def _backward(half: str, operands: Any, gradient: Any) -> tuple[Any, Any]:
+    a, b = operands
+    half_a, half_b, half_gradient = (x.astype(half) for x in (a, b, gradient))
+    rows = tuple(range(a.ndim - 1))
+    by_a = jnp.matmul(half_gradient, half_b.T)
+    summed = (rows, rows), ((), ())
+    by_b = _in_float32(
+        lambda a, b, dtype: lax.dot_general(a, b, summed, preferred_element_type=dtype),
+        half_a,
+        half_gradient,
+    )
+    return by_a.astype(a.dtype), by_b
+
+
+_product_with_tied_weights.defvjp(_forward, _backward)
+
+
 def _matmul(x1: Any, x2: Any) -> tuple[Any, Any, Callable]:
-    return x1, x2, lambda a, b, dtype: jnp.matmul(a, b, preferred_element_type=dtype)
+    return x1, x2, _multiply
+
+
+def _multiply(a: Any, b: Any, dtype: str) -> Any:
+    return jnp.matmul(a, b, preferred_element_type=dtype)
 
 
 def _einsum(subscripts: str, *operands: Any, **options: Any) -> tuple | None:

@@ -20,13 +20,15 @@ def repairs() -> dict[str, Wrapper]:
 
 
 def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
-    half, gradient = operands
+    half, gradient, tied = operands
 
     @tf.custom_gradient
     def product(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def derivative(grad: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             cast_grad, cast_a, cast_b = (tf.cast(x, gradient) for x in (grad, a, b))
             da = tf.matmul(cast_grad, cast_b, transpose_b=True)
+            if tied and gradient != "float32":
+                return tf.cast(da, a.dtype), product(tf.transpose(a), grad)
             db = tf.matmul(cast_a, cast_grad, transpose_a=True)
             return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
 

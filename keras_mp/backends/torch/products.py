@@ -29,11 +29,15 @@ def _have_kernel() -> bool:
 
 
 def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
-    dtypes = (getattr(torch, dtype) for dtype in operands)
+    half, gradient = (getattr(torch, dtype) for dtype in operands[:2])
+    return shaped(_half_product(a, b, half, gradient, operands.tied))
+
+
+def _half_product(a: Any, b: Any, *options: Any) -> Any:
     # torch.compile refuses functions with a forward derivative.
     compiling = torch.compiler.is_compiling()
     function = HalfProduct if compiling else HalfProductWithJvp
-    return shaped(function.apply(a, b, *dtypes))
+    return function.apply(a, b, *options)
 
 
 class HalfProduct(torch.autograd.Function):
@@ -43,13 +47,17 @@ class HalfProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a: torch.Tensor, b: torch.Tensor, half: torch.dtype, gradient: torch.dtype
+        a: torch.Tensor,
+        b: torch.Tensor,
+        half: torch.dtype,
+        gradient: torch.dtype,
+        tied: bool,
     ) -> torch.Tensor:
         return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        a, b, _, ctx.gradient = inputs
+        a, b, _, ctx.gradient, ctx.tied = inputs
         # Not their casts: a second derivative would not see where those come from.
         ctx.save_for_backward(a, b)
 
@@ -61,8 +69,11 @@ class HalfProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             da = torch.mm(cast_grad, b.to(ctx.gradient).T).to(a.dtype)
         if ctx.needs_input_grad[1]:
-            db = torch.mm(a.to(ctx.gradient).T, cast_grad).to(b.dtype)
-        return da, db, None, None
+            if ctx.tied and ctx.gradient != torch.float32:
+                db = _half_product(a.T, grad, ctx.gradient, ctx.gradient, False)
+            else:
+                db = torch.mm(a.to(ctx.gradient).T, cast_grad).to(b.dtype)
+        return da, db, None, None, None
 
 
 class HalfProductWithJvp(HalfProduct):
