@@ -107,9 +107,9 @@ def _codes(grads: list[Any]) -> Any:
     """
     if len(grads) == 1:
         (grad,) = grads
-        bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
-        # No axis more before all is done: XLA would move it down, a line at a time.
-        return lax.expand_dims(_largest(bits, _code, first=0), [0])
+        if grad.ndim < 2 or grad.size <= reductions.GROUPED_ELEMENTS:
+            return _code_of(grad)
+        return lax.platform_dependent(grad, tpu=_code_of_largest, default=_code_of)
     number = -(-len(grads) // GRADIENTS_IN_A_WORD)
     lanes, shape = -(-len(grads) // number), grads[0].shape
     # As many in each, some of them twice: all words of a shape are then one kernel.
@@ -126,6 +126,22 @@ def _codes(grads: list[Any]) -> Any:
     rows = lax.reshape(rows, (len(words) * lanes, *shape))
     # A maximum, and no `or`, which collectives do not know.
     return lax.slice_in_dim(_largest(rows, lambda code: code, first=1), 0, len(grads))
+
+
+def _code_of(grad: Any) -> Any:
+    bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
+    # No axis more before all is done: XLA would move it down, a line at a time.
+    return lax.expand_dims(_largest(bits, _code, first=0), [0])
+
+
+def _code_of_largest(grad: Any) -> Any:
+    """The same for TPUs, where XLA would write the bits of the gradient.
+
+    A maximum of floats it takes where the gradient is computed, and there it loses no
+    nan. A step of four Dense of 4096 on a v5e accesses 5.3 GB for 7.4.
+    """
+    zero = np.zeros((), grad.dtype)
+    return _code_of(lax.reduce(lax.abs(grad), zero, lax.max, (grad.ndim - 2,)))
 
 
 def _word(grads: list[Any]) -> Any:
