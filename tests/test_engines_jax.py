@@ -22,7 +22,9 @@ KINDS = ["data", "model"]
 def run(*args, across=1):
     """What each process prints, on four devices of one or on one of each of two."""
     devices = 4 if across == 1 else 1
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    flags = (
+        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    )
     return processes.run(
         "engine_jax.py",
         *args,

@@ -288,7 +288,8 @@ def test_a_gradient_of_a_gradient_and_a_forward_one_agree_with_float32(half):
         lambda f: jax.vmap(jax.grad(f), (0, None)),
         lambda f: jax.grad(jax.checkpoint(f)),
     ):
-        expected, found = derivative(plain)(a, b), derivative(rounded)(a, b)
+        # What is rounded runs operation by operation: XLA might not round within one.
+        expected, found = jax.jit(derivative(plain))(a, b), derivative(rounded)(a, b)
         scale = float(jnp.max(jnp.abs(expected)))
         assert float(jnp.max(jnp.abs(expected - found))) <= 8 * unit * scale
 
