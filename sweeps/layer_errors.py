@@ -78,8 +78,9 @@ def built(case: Case, policy: Any, like: Any = None) -> Any:
 
 def _call_once(layer: Any, case: Case) -> None:
     args = case.inputs()
-    if keras.backend.backend() == "jax" and not _has_text(args):
-        # Traced, not run: JAX would compile each operation by itself.
+    if keras.backend.backend() != "torch" and not _has_text(args):
+        # Traced, not run: JAX would compile each operation by itself, and TensorFlow
+        # would take the steps of a recurrent layer one by one.
         args = tree.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), args)
     layer(*args, **case.options())
 

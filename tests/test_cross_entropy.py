@@ -5,6 +5,7 @@ import gc
 import keras
 import numpy as np
 import pytest
+from allpairspy import AllPairs
 
 if keras.backend.backend() != "jax":
     pytest.skip("the program that JAX makes", allow_module_level=True)
@@ -45,11 +46,16 @@ def loss_of(logits, known, probabilities, labels=LABELS, **options):
     return jnp.sum(loss(labels, outputs))
 
 
-@pytest.mark.parametrize("labels", [LABELS, LABELS[..., None]], ids=["2", "3 axes"])
-@pytest.mark.parametrize("probabilities", [False, True], ids=["logits", "softmax"])
-@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
-def test_loss_and_gradient_are_those_of_keras(logits, options, probabilities, labels):
+# Every pair of two entries.
+TABLE = [[*LOGITS], [*LOSSES], ["logits", "softmax"], ["2 axes", "3 axes"]]
+CASES = [*AllPairs(TABLE)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_loss_and_gradient_are_those_of_keras(case):
+    logits, options = LOGITS[case[0]], LOSSES[case[1]]
+    probabilities = case[2] == "softmax"
+    labels = LABELS[..., None] if case[3] == "3 axes" else LABELS
     both = [
         jax.value_and_grad(loss_of)(logits, known, probabilities, labels, **options)
         for known in (True, False)
@@ -74,7 +80,7 @@ DERIVATIVES = {
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 def test_other_derivatives_are_too(derivative):
     found, expected = (
-        derivative(lambda x, known=known: loss_of(x, known, False, LABELS[0]))(
+        jax.jit(derivative(lambda x, known=known: loss_of(x, known, False, LABELS[0])))(
             RANDOM[0]
         )
         for known in (True, False)

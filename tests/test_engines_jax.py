@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 
 import keras
 import numpy as np
@@ -21,13 +22,16 @@ KINDS = ["data", "model"]
 def run(*args, across=1):
     """What each process prints, on four devices of one or on one of each of two."""
     devices = 4 if across == 1 else 1
+    flags = (
+        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    )
     return processes.run(
         "engine_jax.py",
         *args,
         processes=across,
         JAX_PLATFORMS="cpu",
         JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-        XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        XLA_FLAGS=flags,
     )
 
 

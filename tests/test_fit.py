@@ -57,6 +57,11 @@ def float32():
     return trained("float32")
 
 
+@pytest.fixture(scope="module")
+def float16():
+    return trained("mixed_float16")
+
+
 def assert_follows(model, reference):
     assert reference[1][-1] < 0.5 * reference[1][0], "The reference learns nothing."
     for a, b in zip(model[0].get_weights(), reference[0].get_weights(), strict=True):
@@ -118,13 +123,13 @@ def test_fit_may_be_called_again_and_again(float32):
     assert int(model.optimizer.step_counter) == 18
 
 
-def test_the_loss_that_fit_reports_is_not_scaled(float32):
-    _, losses = trained("mixed_float16", epochs=1)
+def test_the_loss_that_fit_reports_is_not_scaled(float32, float16):
+    _, losses = float16
     assert losses[0] == pytest.approx(float32[1][0], rel=1e-2)
 
 
-def test_evaluate_and_predict_after_fit_agree_with_float32(float32):
-    model, _ = trained("mixed_float16")
+def test_evaluate_and_predict_after_fit_agree_with_float32(float32, float16):
+    model, _ = float16
     reference = float32[0].predict(X, verbose=0)
     np.testing.assert_allclose(model.predict(X, verbose=0), reference, atol=1e-2)
     loss = model.evaluate(X, Y, verbose=0)

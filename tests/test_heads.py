@@ -1,6 +1,7 @@
 """The head of a model: products with half-precision operands and float32 results."""
 
 import copy
+import functools
 
 import keras
 import numpy as np
@@ -134,18 +135,24 @@ def test_every_product_has_half_operands_and_the_head_float32_results(name, half
     assert model.outputs[0].dtype == "float32"
 
 
+@functools.cache
+def in_float32(name):
+    """The weights from which float32 starts, and the losses of its first steps."""
+    keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope("float32"):
+        model = compiled(HEADS[name][0]())
+    weights, batch = model.get_weights(), data_for(model)
+    return weights, [float(model.train_on_batch(*batch)) for _ in range(3)]
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_it_trains_as_float32_does(name, half):
-    make, _ = HEADS[name]
-    keras.utils.set_random_seed(0)
-    model = compiled(make())
-    with keras_mp.policy_scope("float32"):
-        reference = compiled(make())
-    reference.set_weights(model.get_weights())
+    weights, losses = in_float32(name)
+    model = compiled(HEADS[name][0]())
+    model.set_weights(weights)
     batch = data_for(model)
-    for _ in range(3):
-        loss, expected = (float(m.train_on_batch(*batch)) for m in (model, reference))
-        assert loss == pytest.approx(
+    for expected in losses:
+        assert float(model.train_on_batch(*batch)) == pytest.approx(
             expected, rel=2 * 2.0 ** (-11 if half == "float16" else -8)
         )
 
@@ -287,7 +294,8 @@ def test_a_gradient_of_a_gradient_and_a_forward_one_agree_with_float32(tied, hal
         lambda f: lambda a, b: jax.jvp(f, (a, b), (a, b))[1],
     )
     for derivative in backward if tied else (*backward, *forward):
-        expected, found = derivative(plain)(a, b), derivative(rounded)(a, b)
+        # What is rounded runs operation by operation: XLA might not round within one.
+        expected, found = jax.jit(derivative(plain))(a, b), derivative(rounded)(a, b)
         scale = float(jnp.max(jnp.abs(expected)))
         assert float(jnp.max(jnp.abs(expected - found))) <= 8 * unit * scale
 

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from allpairspy import AllPairs
 from keras import ops
 from keras.src import ops as keras_ops
 from test_conversion import dtype_of, dtypes_within
@@ -232,11 +233,14 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", POLICIES)
-@pytest.mark.parametrize("how", ["global", "per layer", "converted"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("scores", [False, True])
-@pytest.mark.parametrize("name", ATTENTIONS)
+# Every pair of two entries.
+TABLE = [
+    [*ATTENTIONS], [False, True], [0.0, 0.1], ["global", "per layer", "converted"],
+    [*POLICIES],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, scores, dropout, how, dtype", [*AllPairs(TABLE)])
 def test_the_product_of_attention_is_a_half_one(
     name, scores, dropout, how, dtype, products
 ):
