@@ -118,7 +118,8 @@ def data_for(model, seed=0):
 
 
 def compiled(model, **options):
-    softmax = model.layers[-1].get_config().get("activation") == "softmax"
+    activation = getattr(model.layers[-1], "activation", None)
+    softmax = activation is keras.activations.softmax
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not softmax)
     model.compile(keras.optimizers.SGD(0.1), loss, **options)
     model.optimizer.build(model.trainable_variables)
@@ -233,6 +234,32 @@ def test_what_makes_no_output_itself_stays_half(model, half):
     model = model()
     trained(model)
     assert model.head.compute_dtype == half
+
+
+class MaskedHead(layers.Layer):
+    """As MaskedLMHead of KerasHub: it leaves its inputs as they are, and casts."""
+
+    def __init__(self, embedding):
+        super().__init__(autocast=False)
+        self.embedding = embedding
+
+    def build(self, shape):
+        self.dense = layers.Dense(WIDTH, dtype=self.dtype_policy)
+        self.bias = self.add_weight(shape=(CLASSES,))
+
+    def call(self, x):
+        logits = self.embedding(self.dense(x), reverse=True)
+        return ops.cast(logits, self.compute_dtype) + self.bias
+
+
+def test_of_a_head_made_of_layers_the_last_product_is_the_heads(half):
+    ids = keras.Input((STEPS,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(CLASSES, WIDTH)
+    model = compiled(keras.Model(ids, MaskedHead(embedding)(embedding(ids))))
+    products = products_of(model, *data_for(model))
+    assert products == {half: 4, f"{half} -> float32": 2}
+    head = model.layers[-1]
+    assert (head.compute_dtype, head.dense.compute_dtype) == ("float32", half)
 
 
 KEPT = {

@@ -295,6 +295,19 @@ def test_a_variable_says_whether_it_is_read_in_the_compute_dtype():
     assert not private.is_autocast(keras.Variable(1.0, autocast=False))
 
 
+def test_in_an_autocast_scope_of_none_an_embedding_is_read_as_it_is():
+    """So `AutocastScope` does; without it Keras autocasts what says it does not."""
+    embedding = layers.Embedding(3, 2, dtype="mixed_float16")
+    dtypes = []
+    embedding.call = lambda ids: dtypes.append(embedding.embeddings.dtype) or ids
+    embedding.build()
+    embedding(np.zeros((1,), "int32"))
+    with private.AutocastScope(None):
+        embedding(np.zeros((1,), "int32"))
+    assert not embedding.autocast
+    assert dtypes[0] == "float16" and dtypes[1] == "float32"
+
+
 def test_the_raw_value_keeps_its_dtype_in_an_autocast_scope():
     from keras_mp.policies.policy import MixedFloat16
 

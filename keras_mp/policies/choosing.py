@@ -22,6 +22,7 @@ from keras_mp.policies.layers import (
     copies_children,
     has_default_policy,
     has_map,
+    is_composite,
     is_graph,
     layer_path,
     parts_of,
@@ -36,7 +37,7 @@ from keras_mp.policies.policy import (
 )
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.rule import Rule
-from keras_mp.policies.rules import OUTPUT, SOFTMAX, STORED
+from keras_mp.policies.rules import OUTPUT, OUTPUT_ALONE, SOFTMAX, STORED
 
 # Before the path of a layer in a file's map: it is in float32 with all its parts.
 IN_FILES = "keras_mp/"
@@ -130,8 +131,9 @@ def keep_output_in_float32(layer: Any) -> bool:
     if decision.includes_children:
         return False
     chooser = decision.chooser or chooser_of(decision.policy)
-    policy = keras.DTypePolicy("float32")
-    _carry_out(layer, Decision(policy, OUTPUT, chooser, head=True))
+    # Of a layer made of layers only what it does with their results.
+    rule = OUTPUT_ALONE if is_composite(layer) else OUTPUT
+    _carry_out(layer, Decision(keras.DTypePolicy("float32"), rule, chooser, head=True))
     return True
 
 

@@ -6,6 +6,7 @@ NVIDIA's GPUs float32 products are TF32 anyway, with the 10 bits of float16, and
 passes in bfloat16.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +41,12 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
         return original()
     keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
     gradient = dtype if keeps_range else "float32"
-    tied = getattr(layer, "tie_weights", False)
-    with half_operands(HalfOperands(dtype, gradient, tied)):
+    tied = any(getattr(x, "tie_weights", False) for x in private.layers_in(layer))
+    # Keras autocasts an embedding within a float32 layer that does not autocast.
+    weights = contextlib.nullcontext()
+    if not layer.autocast:
+        weights = private.AutocastScope(None)
+    with half_operands(HalfOperands(dtype, gradient, tied)), weights:
         outputs = original()
     engine.note_logits(outputs)
     return outputs

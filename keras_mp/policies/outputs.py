@@ -59,9 +59,9 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     """Turns the output layers of a model to float32; without a graph, once called.
 
     Only layers for which a policy of ours has decided: what the user said explicitly
-    for a layer wins. A layer made of layers, and an output that `compile` was given no
-    loss for, are no heads: they stay, and so does what is in the middle of another
-    compiled model.
+    for a layer wins. A layer made of layers, unless it leaves its inputs as they are
+    (`autocast=False`), and an output that `compile` was given no loss for, are no
+    heads: they stay, and so does what is in the middle of another compiled model.
 
     Returns:
         The layers that have changed.
@@ -70,7 +70,7 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     return [
         layer
         for layer in _output_layers(model)
-        if not is_composite(layer)
+        if not (is_composite(layer) and layer.autocast)
         and id(layer) not in hidden
         and keep_output_in_float32(layer)
     ]

@@ -5,6 +5,7 @@ precision. `print(RULES)` shows them as a table; `sweeps/README.md` has the meas
 that they stand on.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -72,6 +73,7 @@ OUTPUT = Rule(
     "what the loss sees is not rounded",
     "TensorFlow's mixed precision guide, 'Building the model'",
 )
+OUTPUT_ALONE = dataclasses.replace(OUTPUT, alone=True)
 WRAPPED = Rule(
     "what it wraps",
     lambda layer: False,  # Decided where the policies of both are known.
