@@ -758,6 +758,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.trains_many
 def test_the_command_prints_the_table_and_writes_the_html(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     done = subprocess.run(

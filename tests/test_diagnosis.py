@@ -398,6 +398,7 @@ def test_an_error_in_the_middle_leaves_it_so_too():
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.trains_many
 @pytest.mark.parametrize("ask", [keras_mp.diagnose, keras_mp.find_float32_layers])
 def test_one_batch_is_given_in_parts_or_as_one(ask):
     quiet = {} if ask is keras_mp.diagnose else {"verbose": 0}
@@ -538,6 +539,7 @@ def test_it_is_json():
     assert hidden["size"] == 16 * 8 == sum(hidden["histogram"].values())
 
 
+@pytest.mark.trains_many
 def test_the_html_is_one_file_that_loads_nothing(tmp_path):
     report = keras_mp.diagnose(compiled(flat, Loud), X, Y)
     report.to_html(tmp_path / "report.html")
