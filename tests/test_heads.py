@@ -327,6 +327,46 @@ def test_a_gradient_of_a_gradient_and_a_forward_one_agree_with_float32(tied, hal
         assert float(jnp.max(jnp.abs(expected - found))) <= 8 * unit * scale
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="where operations round one by one")
+@pytest.mark.parametrize("spread", [1, 4])
+def test_rounding_is_that_of_operands_and_not_of_results(spread, half):
+    # Against float64: 256 features that arrive in half precision, 4096 classes.
+    import jax
+    import jax.numpy as jnp
+
+    generator = np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(generator.normal(size=(64, 256)), half), "float64")
+    w = generator.normal(size=(256, 4096)) * spread / 16
+    y = generator.integers(0, 4096, 64)
+    logits = x @ w
+    log_sums = np.log(np.exp(logits).sum(axis=1))
+    losses = log_sums - logits[np.arange(64), y]
+    slope = np.exp(logits - log_sums[:, None])
+    slope[np.arange(64), y] -= 1
+
+    def found(x, w):
+        with half_operands(HalfOperands(half, half)):
+            logits = ops.matmul(x, w)
+        losses = ops.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        return ops.sum(losses), (logits, losses)
+
+    def error(value, exact):
+        apart = np.asarray(value, "float64") - exact
+        return np.sqrt(np.mean(apart**2) / np.mean(exact**2))
+
+    gradient = jax.grad(found, argnums=(0, 1), has_aux=True)
+    (dx, dw), (logits32, losses32) = gradient(
+        *(jnp.asarray(a, "float32") for a in (x, w))
+    )
+    unit = 2.0 ** (-11 if half == "float16" else -8)
+    assert error(logits32, logits) < 0.6 * unit
+    assert error(dx, slope @ w.T) < unit and error(dw, x.T @ slope) < unit
+    # To round results too adds about as much again, in squares.
+    rounded = jnp.asarray(logits32, half).astype("float32")
+    losses16 = ops.sparse_categorical_crossentropy(y, rounded, from_logits=True)
+    assert error(losses32, losses) ** 2 < 0.7 * error(losses16, losses) ** 2
+
+
 def test_a_reopened_model_computes_what_it_did(half, tmp_path):
     model = compiled(ending_in(layers.Dense(CLASSES, name="head")))
     batch = data_for(model)
