@@ -147,6 +147,7 @@ def test_an_output_past_65504_is_found(build):
     assert not report.verdict.fits
 
 
+@pytest.mark.trains_many
 @every_way
 def test_a_gradient_that_is_all_below_float16_is_found(build):
     report = keras_mp.diagnose(compiled(build, Muted), X, Y)
@@ -181,6 +182,7 @@ def test_an_output_that_is_0_in_float16_alone_is_found(build):
     assert report.kept == (path,) and report.cured
 
 
+@pytest.mark.trains_many
 def test_the_line_for_it_brings_float32s_outputs_back():
     expected = compiled(flat, Divided, "float32").predict(X, verbose=0)
 
@@ -236,6 +238,7 @@ def test_a_nan_that_is_born_in_float32_is_no_matter_of_precision(build):
     assert path in report.sentences[0]
 
 
+@pytest.mark.trains_many
 @every_way
 def test_an_epsilon_that_float16_turns_into_0_is_found(build):
     report = keras_mp.diagnose(compiled(build, Normalized), X, Y)
@@ -245,6 +248,7 @@ def test_an_epsilon_that_float16_turns_into_0_is_found(build):
     assert report.kept == (path,) and report.cured
 
 
+@pytest.mark.trains_many
 @every_way
 def test_a_model_in_float32_is_judged_as_if_it_were_in_float16(build):
     model = compiled(build, Squared, "float32")
@@ -262,6 +266,7 @@ def fault_of(report):
     return path
 
 
+@pytest.mark.trains_many
 def test_the_line_can_be_pasted():
     report = keras_mp.diagnose(compiled(flat, Squared), X, Y)
     policy = eval(report.line, {"keras_mp": keras_mp})
@@ -511,6 +516,7 @@ def test_gradients_are_judged_at_the_present_loss_scale():
     assert not keras_mp.diagnose(model, X, Y).verdict.too_large
 
 
+@pytest.mark.trains_many
 def test_the_scale_above_the_window_overflows_and_the_highest_within_does_not():
     model = small("mixed_float16")
     window = keras_mp.diagnose(model, X, Y).verdict.window
