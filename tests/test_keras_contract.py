@@ -1498,7 +1498,7 @@ def test_what_stands_beside_the_config_of_an_object_is_passed_over():
     config = keras.saving.serialize_keras_object(keras.optimizers.SGD())
     config["keras_mp_heads"] = [3]
     opened = keras.saving.deserialize_keras_object(config)
-    assert type(opened) is keras.optimizers.SGD
+    assert isinstance(opened, keras.optimizers.SGD)
 
 
 @fact
