@@ -39,6 +39,11 @@ def counted(found):
 
 
 def _jax(model, batch):
+    return _of_jaxpr(jaxpr_of(model, batch).jaxpr)
+
+
+def jaxpr_of(model, batch):
+    """What JAX traces of the train step of a compiled model."""
     import jax
 
     groups = (
@@ -49,7 +54,7 @@ def _jax(model, batch):
     )
     private.record_shardings(model)
     state = tuple([v.value for v in group] for group in groups)
-    return _of_jaxpr(jax.make_jaxpr(model.train_step)(state, batch).jaxpr)
+    return jax.make_jaxpr(model.train_step)(state, batch)
 
 
 def _of_jaxpr(jaxpr):

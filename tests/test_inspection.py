@@ -9,7 +9,6 @@ import pytest
 from backends import BACKEND, same_bits, values
 
 import keras_mp
-from keras_mp.backends import engine
 from keras_mp.policies.heads import LARGE
 
 layers, ops = keras.layers, keras.ops
@@ -60,7 +59,6 @@ def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided
     assert decided == ["policy", "its own dtype", "softmax"]
 
 
-@pytest.mark.skipif(engine.half_products is None, reason="no such products")
 @pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
 def test_a_large_head_is_said_to_multiply_in_half_precision(units):
     model = graph(lambda: layers.Dense(256), lambda: layers.Dense(units, name="head"))

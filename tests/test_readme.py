@@ -8,6 +8,7 @@ import numpy as np
 from backends import BACKEND
 
 import keras_mp
+from keras_mp.policies.heads import LARGE
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 BACKENDS = ("jax", "tensorflow", "torch")
@@ -66,6 +67,10 @@ def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
     assert dtype(names["layer"](names["x"])) == "float16"
     if BACKEND in ("jax", "tensorflow"):
         assert np.isfinite(float(names["loss"]))
+
+
+def test_readme_says_how_large_a_head_is():
+    assert f"of {LARGE:,} weights or more" in README.read_text()
 
 
 def test_every_test_that_readme_names_is_there():

@@ -258,10 +258,10 @@ class Engine:
         """Remembers what a large head returned, for the loss that will read it."""
         return
 
-    half_products: str | None = None
-    """Where products of half precision have float32 results, as the end of a sentence.
+    half_products = ""
+    """Where products in half precision have float32 results, if not everywhere.
 
-    None: nowhere.
+    The end of a sentence, which begins with a space.
     """
 
     def list_devices(self) -> list[Any]:

@@ -27,6 +27,8 @@ and what the backend's `repairs` name:
     dot_product_attention        is safe in float16
     add, subtract, multiply      sum their gradients in float32
     matmul, einsum, conv         have half-precision operands in a model's heads
+    softmax, sparse_categorical_crossentropy  read a head's logits once
+    gelu, selu                   keep their input alone for the gradient
     arange                       runs in float16 graphs
     Variable's write             reaches the variable within a call in half precision
 """
@@ -62,7 +64,7 @@ from keras_mp.policies import (
     saving,
 )
 from keras_mp.policies.choosing import choose_by_class, choose_policy
-from keras_mp.policies.layers import note_call
+from keras_mp.policies.layers import is_graph, note_call
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.policies.record import record_of, records
 
@@ -225,7 +227,7 @@ def _layer_call(original: Callable) -> Callable:
             unscaled.note_layer(self)
         if not outermost:
             return result
-        if first and self.compiled:
+        if first and self.compiled and not is_graph(self):
             outputs.note_compiled(self)
         return outputs.in_float32(self, result)
 

@@ -131,10 +131,14 @@ def keep_output_in_float32(layer: Any) -> bool:
     if decision.includes_children:
         return False
     chooser = decision.chooser or chooser_of(decision.policy)
-    # Of a layer made of layers only what it does with their results.
-    rule = OUTPUT_ALONE if is_composite(layer) else OUTPUT
-    _carry_out(layer, Decision(keras.DTypePolicy("float32"), rule, chooser, head=True))
+    policy = keras.DTypePolicy("float32")
+    _carry_out(layer, Decision(policy, output_rule(layer), chooser, head=True))
     return True
+
+
+def output_rule(layer: Any) -> Rule:
+    """Of a layer made of layers only what it does with their results is float32."""
+    return OUTPUT_ALONE if is_composite(layer) else OUTPUT
 
 
 def take_output_back(layer: Any) -> bool:

@@ -16,14 +16,13 @@ import keras
 from keras_mp.backends import engine
 from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.keras_seams import private
-from keras_mp.policies.choosing import decision_for
+from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, HALF, Decision
 from keras_mp.policies.record import record_of, records
-from keras_mp.policies.rules import OUTPUT
 
 # Elements of the kernel. With 2**18 a step gains 0 to 2 % on an H100, with 2**20 2 to
-# 10 %, with 2**24 16 %: four Dense of one width, batches of 512 and 4096, compiled and
+# 8 %, with 2**24 16 %: four Dense of one width, batches of 512 and 4096, compiled and
 # read as flops and bytes.
 LARGE = 2**18
 IN_FILES = "keras_mp_heads"
@@ -66,7 +65,7 @@ def half_products(layer: Any, inputs: Any) -> str | None:
 
 
 def is_large(layer: Any) -> bool:
-    """Is a kernel of the layer large, which computes with it once a call?"""
+    """Has the layer a large kernel, by which it multiplies once in a call?"""
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
     return not recurrent and any(
         math.prod(weight.shape) >= LARGE
@@ -98,7 +97,8 @@ def find_heads(model: Any, config: dict[str, Any]) -> None:
     layers = private.layers_in(model)
     for layer in [layers[place] for place in places if place < len(layers)]:
         if policy_of(layer) == FLOAT32:
-            record_of(layer).decision = Decision(policy_of(layer), OUTPUT, head=True)
+            decision = Decision(policy_of(layer), output_rule(layer), head=True)
+            record_of(layer).decision = decision
 
 
 def note_scaling(layers: list[Any], scaled: bool) -> None:

@@ -68,7 +68,6 @@ class JaxEngine(Engine):
     note_logits = staticmethod(cross_entropy.note_logits)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
-    half_products = ""
     why_no_memory = "JAX has compiled no `train_step`, whose memory it would know"
 
     def refuse_baking(self, what: str, remedy: str) -> None:

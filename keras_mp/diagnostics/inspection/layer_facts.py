@@ -83,8 +83,7 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     policy = policy_of(layer)
     outputs = [tensor for node in nodes for tensor in node.outputs]
     inputs = [node.input_tensors for node in nodes] or first_input(layer)
-    has_some = engine.half_products is not None
-    products = half_products(layer, inputs) if has_some else None
+    products = half_products(layer, inputs)
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
     variables = private.own_trainable(layer) + private.own_non_trainable(layer)
     weights = copied = counted = None
