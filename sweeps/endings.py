@@ -209,12 +209,29 @@ def _nested(shape: tuple, ending: Ending) -> Any:
     return keras.Model(inputs, ending(inner(inputs)))
 
 
+class Composed(layers.Layer):
+    """A layer made of layers."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__()
+        self.dense = ending.dense()
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def _composed(shape: tuple, ending: Ending) -> Any:
+    inputs = keras.Input(shape)
+    return keras.Model(inputs, ending(Composed(ending)(_hidden()(inputs))))
+
+
 KINDS: dict[str, Callable[[tuple, Ending], Any]] = {
     "Sequential": _sequential,
     "Functional": _functional,
     "subclassed": Subclassed,
     "subclassed around Functional": Around,
     "model in a model": _nested,
+    "layer made of layers": _composed,
 }
 
 

@@ -43,6 +43,7 @@ from benchmarks.train import suite as train
 from benchmarks.train import tables as train_tables
 from benchmarks.train.cases import TRAIN_CASES, _operations_of_convolutions
 from benchmarks.train.device import peak
+from keras_mp.policies import heads
 
 once = pytest.mark.once
 PEERS_HERE = [p.name for p in PEERS if BACKEND in p.backends and p.installed]
@@ -657,6 +658,19 @@ def test_the_language_is_that_of_the_standard_library():
     data = task.data()
     np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
     assert data.x.max() < 98 and len(np.unique(data.x)) > 80
+
+
+@once
+def test_a_language_model_has_a_head_whose_operands_are_half_precision():
+    task = next(t for t in quality.TASKS if t.name == "words")
+    data = task.data()
+    np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
+    assert np.isin(data.test_x, data.x).mean() > 0.9
+    assert np.mean(data.y == 0) < 0.05  # What is none of the frequent words.
+    model = quality._Training(task, "mixed_float16", data, 1)._model
+    hidden = np.zeros((1, 1), "float16")
+    products = [heads.half_products(layer, hidden) for layer in model.layers]
+    assert products.count("float16") == 1
 
 
 @pytest.mark.parametrize("case", ["layer-call", "fit"])

@@ -137,11 +137,13 @@ OUTPUT_LAYERS = {
 def test_an_output_layer_made_of_layers_is_float32_throughout(mixed_float16, make):
     layer = make()
     inputs = keras.Input((3, 2))
-    hidden = layers.Dense(2)(inputs)
+    first = layers.Dense(2)
+    hidden = first(inputs)
     takes_two = isinstance(layer, layers.Attention)
     outputs = layer([hidden, hidden]) if takes_two else layer(hidden)
     model = compiled(keras.Model(inputs, outputs))
-    assert model.layers[1].compute_dtype == "float16"
+    # What has no weights is seen through.
+    assert first.compute_dtype == ("float32" if takes_two else "float16")
     computing = [part.compute_dtype for part in layer._flatten_layers()]
     assert set(computing) == {"float32"}
     assert model.outputs[0].dtype == "float32"
@@ -159,6 +161,71 @@ def test_an_operation_on_the_last_layer_is_seen_through(mixed_float16):
     assert model.get_layer("scores").compute_dtype == "float32"
     assert model.outputs[0].dtype == "float32"
     assert model.predict(X, verbose=0).dtype == "float32"
+
+
+@pytest.mark.parametrize("shape", [[keras.Input((2,))], []], ids=["built", "not built"])
+def test_layers_without_weights_are_seen_through(mixed_float16, shape):
+    stack = [
+        layers.Dense(4),
+        layers.Dense(2),
+        layers.Reshape((2, 1)),
+        layers.Softmax(1),
+    ]
+    model = compiled(keras.Sequential([*shape, *stack]))
+    model.build((None, 2))
+    assert dtypes(model) == ["float16", "float32", "float32", "float32"]
+    assert model.outputs[0].dtype == "float32"
+
+
+def test_what_goes_on_elsewhere_is_hidden(mixed_float16):
+    inputs = keras.Input((2,))
+    stream, branches = layers.Dense(2)(inputs), [layers.Dense(2) for _ in range(3)]
+    for branch in branches:
+        stream = layers.Add()([stream, branch(stream)])
+    model = compiled(keras.Model(inputs, layers.ReLU()(stream)))
+    assert [branch.compute_dtype for branch in branches] == [
+        "float16",
+        "float16",
+        "float32",
+    ]
+    assert model.layers[1].compute_dtype == "float16"
+    assert [tensor.dtype for tensor in model.outputs] == ["float32"]
+
+
+class MadeOfLayers(layers.Layer):
+    """Returns what its last layer returns, or with `shift` more than that."""
+
+    def __init__(self, shift=0):
+        super().__init__()
+        self.first, self.last, self.shift = layers.Dense(2), layers.Dense(1), shift
+
+    def call(self, x):
+        hidden = self.first(x)
+        y = self.last(hidden)
+        return {"y": y + self.shift if self.shift else y, "hidden": hidden}
+
+
+def test_the_head_is_found_within_a_layer_made_of_layers(mixed_float16):
+    inputs, layer = keras.Input((2,)), MadeOfLayers()
+    y = layer(layers.Dense(2)(inputs))["y"]
+    model = compiled(keras.Model(inputs, layers.Flatten()(y)))
+    assert dtypes(model) == ["float16", "float16", "float16", "float32"]
+    assert (layer.first.compute_dtype, layer.last.compute_dtype) == (
+        "float16",
+        "float32",
+    )
+    assert [tensor.dtype for tensor in model.outputs] == ["float32"]
+    model.fit(X, Y, verbose=0)
+    # In the middle of another model it is none.
+    compiled(keras.Model(inputs, layers.Dense(1)(model.output)))
+    assert layer.last.compute_dtype == "float16"
+
+
+def test_what_a_layer_made_of_layers_computes_itself_is_its_own(mixed_float16):
+    inputs, layer = keras.Input((2,)), MadeOfLayers(shift=1)
+    model = compiled(keras.Model(inputs, layer(inputs)["y"]))
+    assert layer.last.compute_dtype == "float16"
+    assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
 
 
 def test_a_layer_without_weights_is_an_output_layer_as_well(mixed_float16):

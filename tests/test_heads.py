@@ -79,6 +79,25 @@ def reversible(**options):
     return keras.Model(ids, embedding(x, reverse=True))
 
 
+class Scores(layers.Layer):
+    """A layer made of layers, as in the models of KerasHub."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(CLASSES, dtype=self.dtype_policy)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def concatenated():
+    inputs = keras.Input((STEPS, FEATURES))
+    hidden = layers.Dense(WIDTH, "relu")(inputs)
+    levels = [layers.Cropping1D((0, n))(hidden) for n in (1, 2)]
+    scores = Scores()
+    return keras.Model(inputs, layers.Concatenate(axis=1)([*map(scores, levels)]))
+
+
 # The products of the body come first: one, and one of its gradient, whose input is
 # data. A product of weights alone is summed in float32 too.
 HEADS = {
@@ -96,6 +115,11 @@ HEADS = {
     # The gradient by weights that are used twice is float32 too.
     "tied weights": (reversible, 2),
     "ReversibleEmbedding": (lambda: reversible(tie_weights=False), 1),
+    "Dense, then softmax": (
+        lambda: ending_in(layers.Dense(CLASSES), layers.Activation("softmax")),
+        1,
+    ),
+    "made of layers, concatenated": (concatenated, 2),
 }
 CONVOLUTIONS = {
     "convolution": lambda: convolution(2),

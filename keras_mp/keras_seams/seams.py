@@ -293,7 +293,10 @@ def _add_loss(original: Callable) -> Callable:
 def _sequential_build(original: Callable) -> Callable:
     def build(self: Any, input_shape: Any = None) -> Any:
         inputs.put_float32_input(self, input_shape)
-        return original(self, input_shape)
+        result = original(self, input_shape)
+        if self.compiled:  # Only its graph shows which layers have no weights.
+            outputs.note_compiled(self)
+        return result
 
     return build
 

@@ -4,6 +4,8 @@ A cast at the end makes no value better. It is for programs that go on with the 
 in float32, where TensorFlow does not mix dtypes.
 """
 
+import collections
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import keras
 from keras import ops
 
 from keras_mp.keras_seams import private
-from keras_mp.policies import symbolic
+from keras_mp.policies import returned, symbolic
 from keras_mp.policies.choosing import (
     decision_for,
     keep_output_in_float32,
@@ -20,7 +22,6 @@ from keras_mp.policies.choosing import (
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
 from keras_mp.policies.policy import HALF, chooser_of
-from keras_mp.policies.returned import makers_of
 
 # The compiled models with a graph, each with the ids of the layers that none of its
 # losses reads.
@@ -60,8 +61,9 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
 
     Only layers for which a policy of ours has decided: what the user said explicitly
     for a layer wins. A layer made of layers, unless it leaves its inputs as they are
-    (`autocast=False`), and an output that `compile` was given no loss for, are no
-    heads: they stay, and so does what is in the middle of another compiled model.
+    (`autocast=False`), computes what it likes of theirs: it stays, and so does an
+    output that `compile` was given no loss for, and what is in the middle of another
+    compiled model.
 
     Returns:
         The layers that have changed.
@@ -116,14 +118,57 @@ def _users_choice(layer: Any) -> bool:
 
 
 def _output_layers(model: Any) -> Iterator[Any]:
-    if isinstance(model, keras.Sequential) and model.layers:
-        yield from _leaves(model.layers[-1])
-    elif isinstance(model, private.Functional):
-        for tensor in _read_by_losses(model, model.output):
-            yield from producers(tensor)
+    graph = symbolic.graph_of(model) if is_graph(model) else None
+    if graph is not None:
+        yield from _ends(graph, _read_by_losses(model, graph.output))
+    elif isinstance(model, keras.Sequential):
+        for layer in model.layers[-1:]:
+            yield from _leaves(layer)
     else:
-        makers = _read_by_losses(model, makers_of(model))
+        makers = _read_by_losses(model, returned.makers_of(model))
         yield from (layer for layer in makers if layer is not None)
+
+
+def _ends(graph: Any, outputs: list[Any]) -> Iterator[Any]:
+    """The layers whose values outputs of a graph are made of.
+
+    Seen through plain operations and layers without weights, as far as nothing else
+    reads what they read: what is added to an output and goes on elsewhere is hidden.
+    """
+    wanted = {id(tensor) for tensor in outputs}
+    readers: dict[int, set[int]] = collections.defaultdict(set)
+    seen_through: set[int] = set()
+    nodes = private.nodes_by_depth(graph)
+    for node in itertools.chain.from_iterable(nodes[depth] for depth in sorted(nodes)):
+        ends = [
+            i in wanted or (bool(readers[i]) and readers[i] <= seen_through)
+            for i in map(id, node.outputs)
+        ]
+        if any(ends):
+            yield from _layers_behind(node, ends)
+            if _passes_values_on(node.operation):
+                seen_through.add(id(node))
+        for tensor in node.input_tensors:
+            readers[id(tensor)].add(id(node))
+
+
+def _layers_behind(node: Any, ends: list[bool]) -> Iterator[Any]:
+    """The layers that make some of what a call in a graph returns."""
+    layer = node.operation
+    if node.is_input or not isinstance(layer, keras.layers.Layer):
+        return
+    if is_graph(layer):
+        yield from _output_layers(layer)
+    elif isinstance(layer, keras.Model) or (is_composite(layer) and layer.autocast):
+        makers = keras.tree.flatten(returned.makers_in(layer, node))
+        yield from (m for m, end in zip(makers, ends, strict=False) if m and end)
+    else:
+        yield layer
+
+
+def _passes_values_on(operation: Any) -> bool:
+    is_layer = isinstance(operation, keras.layers.Layer)
+    return not is_layer or not (operation.weights or is_composite(operation))
 
 
 def _read_by_losses(model: Any, outputs: Any) -> list[Any]:

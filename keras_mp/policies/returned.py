@@ -1,4 +1,7 @@
-"""Which layers make what a model without a graph returns: its first call shows it."""
+"""Which layers make what a layer without a graph returns: a call shows it.
+
+Of a model that is its first call, of a layer in a graph one more on symbolic tensors.
+"""
 
 import contextlib
 import functools
@@ -9,6 +12,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.policies import symbolic
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.record import record_of, records
 
@@ -60,3 +64,25 @@ def makers_of(model: Any) -> Any:
     record = records.get(id(model))
     returned = record.returned if record else None
     return keras.tree.map_structure(lambda layer: layer and layer(), returned)
+
+
+def makers_in(layer: Any, node: Any) -> Any:
+    """The same of a layer that a graph calls, found by calling it as `node` does."""
+    if makers_of(layer) is None:
+        with contextlib.suppress(symbolic.SymbolicCallError):
+            symbolic.call_like(node, _Watched(name="watched", layer=layer))
+    return makers_of(layer)
+
+
+class _Watched(keras.Operation):
+    """A call of a layer of which is noted what it returns."""
+
+    def __init__(self, name: str, layer: Any) -> None:
+        super().__init__(name=name)
+        self.layer = layer
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        with noted(self.layer, first_of_all=True) as note:
+            result = self.layer(*args, **kwargs)
+            note(result)
+        return result

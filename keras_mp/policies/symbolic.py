@@ -44,6 +44,17 @@ def call_again(model: Any) -> None:
         _call(model, *call)
 
 
+def call_like(node: Any, operation: Any) -> None:
+    """Calls an operation with the arguments of a call in a graph.
+
+    Raises:
+        SymbolicCallError: where that fails.
+    """
+    copies = {id(tensor): _copy(tensor) for tensor in node.input_tensors}
+    args, kwargs = node.arguments.fill_in(copies)
+    _call(operation, args, kwargs)
+
+
 def forget_traces(model: Any) -> None:
     """Lets a model trace anew what it has traced: traces keep the dtypes they had."""
     for name in ("train_function", "test_function", "predict_function"):
@@ -115,7 +126,7 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
                 _refresh(operation, stale, done)  # Its outputs' dtypes are read there.
             elif not (
                 stale is None
-                or id(operation) in stale
+                or stale.intersection(map(id, _parts(operation)))
                 or any(id(tensor) in moved for tensor in node.input_tensors)
             ):
                 copies.update((id(tensor), _copy(tensor)) for tensor in node.outputs)
@@ -127,6 +138,12 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
                     private.set_symbolic_dtype(tensor, copy.dtype)
                 # The layer that made it would remember who takes it.
                 copies[id(tensor)] = _copy(copy)
+
+
+def _parts(operation: Any) -> list[Any]:
+    if isinstance(operation, keras.layers.Layer):
+        return private.layers_in(operation)
+    return [operation]
 
 
 def _copy(tensor: Any) -> KerasTensor:
