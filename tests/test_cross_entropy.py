@@ -98,6 +98,21 @@ def test_a_masked_logit_is_no_label_and_no_nan():
     assert np.isnan(loss_of(logits, False, False))  # 0 of the one-hot times infinity.
 
 
+def test_a_tpu_sums_what_others_gather():
+    labels = np.clip(LABELS, 0, CLASSES - 1)
+    gathered = cross_entropy._gathered(RANDOM, labels)
+    np.testing.assert_array_equal(cross_entropy._summed(RANDOM, labels), gathered)
+    lowered = {
+        platform: jax.jit(cross_entropy._losses)
+        .trace(RANDOM, LABELS)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+        for platform in ("tpu", "cuda", "cpu")
+    }
+    gathers = {platform: "gather" in text for platform, text in lowered.items()}
+    assert gathers == {"tpu": False, "cuda": True, "cpu": True}
+
+
 @pytest.mark.parametrize("activation", [None, "softmax"])
 @pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
 def test_the_loss_of_a_large_head_has_no_one_hot(units, activation):

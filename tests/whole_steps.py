@@ -38,6 +38,8 @@ MODELS = {
 OPTIONS = {("gpu", "ViT"): {"xla_gpu_enable_triton_gemm": False}}
 # Calls of cuBLAS and cuDNN whose first two operands are multiplied.
 LIBRARIES = ("__cublas$", "__cudnn$conv")
+# The two products of attention, and the four of its gradient, are one kernel each.
+FUSED = re.compile(r'custom_call_target="__cudnn\$fmha\w*?Softmax(Backward)?"')
 
 
 class Product(NamedTuple):
@@ -61,7 +63,8 @@ class Step(NamedTuple):
         text = self.program.text
         sizes = {d: bytes_of_kernels(text, d) for d in ("f32", "f16", "bf16")}
         return (
-            f"products {dict(Counter(map(str, self.products)))}; "
+            f"products {dict(Counter(map(str, self.products)))}, "
+            f"{fused_products(text)} in fused attention; "
             f"{kernels(text)} kernels, {self.program.count('convert')} converts, "
             f"{self.program.count('conditional')} conditionals; "
             f"peak {self.program.peak / 1e6:.0f} MB; read and written "
@@ -82,6 +85,11 @@ def whole_step(name, policy):
     model.make_train_function()
     program = step_of(model, data, **OPTIONS.get((platform(), name), {}))
     return Step(program, list(products(program.text)))
+
+
+def fused_products(text):
+    """How many products lie in kernels of fused attention."""
+    return sum(4 if backward else 2 for backward in FUSED.findall(text))
 
 
 def kernels(text):

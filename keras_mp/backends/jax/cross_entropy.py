@@ -86,18 +86,29 @@ def _loss(original: Callable) -> Callable:
 
 @jax.custom_jvp
 def _losses(logits: Any, labels: Any) -> Any:
+    # A gather keeps a TPU from fusing the loss into the product that makes the logits:
+    # a decoder's step takes 2.69 GB with it and 2.18 GB without. On an H100 it is free.
+    own = lax.platform_dependent(logits, labels, tpu=_summed, default=_gathered)
+    return jnp.where(_is_class(labels, logits), _log_sums(logits) - own, 0)
+
+
+def _gathered(logits: Any, labels: Any) -> Any:
+    """The labels' logits: of (..., classes) and (...,), (...,)."""
     rows, columns = jnp.reshape(logits, (-1, logits.shape[-1])), jnp.ravel(labels)
     own = jnp.take_along_axis(rows, columns[:, jnp.newaxis], 1, mode="clip")
-    losses = _log_sums(logits) - jnp.reshape(own, labels.shape)
-    return jnp.where(_is_class(labels, logits), losses, 0)
+    return jnp.reshape(own, labels.shape)
+
+
+def _summed(logits: Any, labels: Any) -> Any:
+    """The same as a sum over all classes."""
+    return jnp.sum(jnp.where(_is_label(labels, logits), logits, 0), axis=-1)
 
 
 @_losses.defjvp
 def _derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
     # Not that of a gather, whose transpose would be a kernel of its own.
     logits, labels = primals
-    classes = lax.broadcasted_iota("int32", logits.shape, logits.ndim - 1)
-    slope = _probabilities(logits) - (classes == labels[..., jnp.newaxis])
+    slope = _probabilities(logits) - _is_label(labels, logits)
     valid = _is_class(labels, logits)[..., jnp.newaxis]
     tangent = jnp.sum(jnp.where(valid, slope, 0) * tangents[0], axis=-1)
     return _losses(logits, labels), tangent
@@ -129,6 +140,11 @@ def _of_both(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     largest = lax.max(x[0], y[0])
     terms = (z[1] * lax.exp(z[0] - largest) for z in (x, y))
     return largest, sum(terms)
+
+
+def _is_label(labels: Any, logits: Any) -> Any:
+    classes = lax.broadcasted_iota("int32", logits.shape, logits.ndim - 1)
+    return classes == labels[..., jnp.newaxis]
 
 
 def _is_class(labels: Any, logits: Any) -> Any:

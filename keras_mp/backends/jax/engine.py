@@ -13,6 +13,7 @@ from jax import lax
 from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.jax import (
     activations,
+    attention,
     compilation,
     constants,
     cross_entropy,
@@ -22,7 +23,7 @@ from keras_mp.backends.jax import (
     products,
 )
 from keras_mp.backends.jax.selects import without_conditionals
-from keras_mp.backends.repairs import attention, broadcasting
+from keras_mp.backends.repairs import broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
 
@@ -149,9 +150,7 @@ class JaxEngine(Engine):
 
     def repairs(self) -> dict[str, Wrapper]:
         return {
-            "dot_product_attention": attention.in_float32_if(
-                lambda: jax.devices()[0].platform == "cpu"
-            ),
+            "dot_product_attention": attention.chosen_by_device,
             **broadcasting.repairs(gradients.is_summed_in_half),
             **products.repairs(),
             **cross_entropy.repairs(),

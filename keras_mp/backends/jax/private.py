@@ -1,0 +1,43 @@
+"""The private names of JAX that keras_mp uses, each with the reason."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
+
+# JAX asks for the cuDNN of this process when attention is traced. It raises where there
+# is none, though the program may be compiled for a GPU from here.
+_CHECK = "check_cudnn_version"
+# The first with all that JAX asks of it for GPUs up to Hopper.
+_ASSUMED = 91000
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def cudnn_assumed() -> Iterator[None]:
+    """Lets attention by cuDNN be traced in this thread where no GPU is there."""
+    check = getattr(_cudnn, _CHECK)
+    if not getattr(check, "_keras_mp", False):
+        setattr(_cudnn, _CHECK, _lenient(check))
+    before = getattr(_thread, "assumed", False)
+    _thread.assumed = True
+    try:
+        yield
+    finally:
+        _thread.assumed = before
+
+
+def _lenient(original: Callable) -> Any:
+    def check_cudnn_version() -> int:
+        try:
+            return original()
+        except RuntimeError:
+            if getattr(_thread, "assumed", False):
+                return _ASSUMED
+            raise
+
+    check_cudnn_version._keras_mp = True  # type: ignore[attr-defined]
+    return check_cudnn_version

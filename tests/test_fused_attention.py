@@ -1,0 +1,294 @@
+"""Attention in half precision: what is computed, by which kernel of the device."""
+
+import functools
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+from keras import ops
+
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="how JAX lowers it")
+half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+BATCH, HEADS, SIZE = 2, 4, 16
+
+
+class Case(NamedTuple):
+    """Lengths of queries and keys, heads of the keys, and what masks their logits.
+
+    Attributes:
+        mask, bias: the shape of each, or None.
+        padding: whether the mask leaves out the last keys of each example.
+    """
+
+    queries: int = 8
+    keys: int = 8
+    key_heads: int = HEADS
+    mask: tuple | None = None
+    bias: tuple | None = None
+    causal: bool = False
+    padding: bool = False
+
+
+CASES = {
+    "plain": Case(),
+    "causal": Case(causal=True),
+    "odd": Case(7, 7),
+    "odd and causal": Case(7, 7, causal=True),
+    "odd queries": Case(7, 8),
+    "odd keys": Case(8, 7),
+    "mask": Case(mask=(BATCH, 1, 8, 8)),
+    "mask of each head": Case(mask=(1, HEADS, 8, 8)),
+    "padding": Case(mask=(BATCH, 1, 1, 8), padding=True),
+    "odd padding": Case(7, 7, mask=(BATCH, 1, 1, 7), padding=True),
+    "odd padding, causal": Case(7, 7, mask=(BATCH, 1, 1, 7), padding=True, causal=True),
+    "bias": Case(bias=(1, HEADS, 8, 8)),
+    "odd bias": Case(7, 7, bias=(1, HEADS, 7, 7)),
+    "bias of keys": Case(bias=(BATCH, 1, 1, 8)),
+}
+# What Keras takes on JAX alone.
+ON_JAX = {
+    "mask of rank 3": Case(mask=(BATCH, 8, 8)),
+    "odd bias and mask": Case(7, 7, bias=(1, HEADS, 7, 7), mask=(BATCH, 1, 7, 7)),
+    "grouped": Case(key_heads=2),
+    "grouped, odd and masked": Case(7, 7, key_heads=1, mask=(BATCH, 1, 7, 7)),
+}
+cases = pytest.mark.parametrize("name", [*CASES, *(ON_JAX if BACKEND == "jax" else ())])
+
+
+def tensors(case, dtype, seed=0):
+    """Queries, keys, values and a cotangent in NumPy, rounded to the dtype."""
+    random = np.random.default_rng(seed)
+    shapes = [
+        (BATCH, case.queries, HEADS, SIZE),
+        (BATCH, case.keys, case.key_heads, SIZE),
+        (BATCH, case.keys, case.key_heads, SIZE),
+        (BATCH, case.queries, HEADS, SIZE),
+    ]
+    drawn = [random.normal(size=shape).astype("float32") for shape in shapes]
+    return [ops.convert_to_numpy(ops.cast(x, dtype)) for x in drawn]
+
+
+def options(case, dtype):
+    random = np.random.default_rng(1)
+    given = {"is_causal": case.causal}
+    if case.padding:
+        lengths = np.array([case.keys - 3, case.keys])
+        given["mask"] = np.reshape(np.arange(case.keys) < lengths[:, None], case.mask)
+    elif case.mask:
+        given["mask"] = random.random(case.mask) < 0.7
+        given["mask"][..., 0] = True  # A row has a key.
+    if case.bias:
+        bias = random.normal(size=case.bias).astype("float32")
+        given["bias"] = ops.convert_to_numpy(ops.cast(bias, dtype))
+    return given
+
+
+def reference(case, dtype):
+    """The attention, and the gradients of its sum with the cotangent, in float64."""
+    q, k, v, g = (x.astype("float64") for x in tensors(case, dtype))
+    given = options(case, dtype)
+    group = HEADS // case.key_heads
+    wide_k, wide_v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    logits = np.einsum("bqhd,bkhd->bhqk", q, wide_k) / SIZE**0.5
+    if "bias" in given:
+        logits = logits + given["bias"].astype("float64")
+    allowed = np.ones_like(logits, bool)
+    if "mask" in given:
+        mask = given["mask"]
+        allowed &= mask if mask.ndim == 4 else mask[:, None]
+    if case.causal:
+        allowed &= np.tri(case.queries, case.keys, dtype=bool)
+    logits = np.where(allowed, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    result = np.einsum("bhqk,bkhd->bqhd", weights, wide_v)
+    by_weights = np.einsum("bqhd,bkhd->bhqk", g, wide_v)
+    mean = (by_weights * weights).sum(-1, keepdims=True)
+    by_logits = weights * (by_weights - mean) / SIZE**0.5
+    by_k = np.einsum("bhqk,bqhd->bkhd", by_logits, q)
+    by_v = np.einsum("bhqk,bqhd->bkhd", weights, g)
+    of_group = (*k.shape[:3], group, SIZE)
+    return [
+        result,
+        np.einsum("bhqk,bkhd->bqhd", by_logits, wide_k),
+        by_k.reshape(of_group).sum(3),
+        by_v.reshape(of_group).sum(3),
+    ]
+
+
+def agree(found, wanted, dtype):
+    for got, want in zip(found, wanted, strict=True):
+        got = ops.convert_to_numpy(ops.cast(got, "float32"))
+        # Of queries, keys, weights, what they sum to, and what is returned.
+        assert np.max(np.abs(got - want)) <= 5 * ROUNDOFF[dtype] * np.max(np.abs(want))
+
+
+@half
+@cases
+def test_attention_is_that_of_float64_but_for_rounding(name, dtype):
+    case = (CASES | ON_JAX)[name]
+    q, k, v, _ = tensors(case, dtype)
+    result = ops.dot_product_attention(q, k, v, **options(case, dtype))
+    assert keras.backend.standardize_dtype(result.dtype) == dtype
+    agree([result], reference(case, dtype)[:1], dtype)
+
+
+def with_gradients(attend, case, dtype):
+    import jax
+
+    q, k, v, g = tensors(case, dtype)
+    result, pullback = jax.vjp(
+        functools.partial(attend, **options(case, dtype)), q, k, v
+    )
+    return [result, *pullback(g)]
+
+
+@on_jax
+@half
+@cases
+def test_so_are_its_gradients(name, dtype):
+    case = (CASES | ON_JAX)[name]
+    found = with_gradients(ops.dot_product_attention, case, dtype)
+    agree(found, reference(case, dtype), dtype)
+
+
+@on_jax
+@half
+@cases
+def test_what_is_padded_for_the_fused_kernel_changes_nothing(name, dtype, monkeypatch):
+    import jax
+
+    from keras_mp.backends.jax import attention
+
+    case = (CASES | ON_JAX)[name]
+    original = jax.nn.dot_product_attention
+    lengths = []
+
+    def on_cpus(q, k, v, bias, mask, implementation, **rest):
+        assert implementation == "cudnn"
+        lengths.append((q.shape[1], k.shape[1]))
+        wide = (x if x is None else x.astype("float32") for x in (q, k, v, bias))
+        return original(*wide, mask, implementation="xla", **rest).astype(q.dtype)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpus)
+
+    def attend(q, k, v, bias=None, mask=None, is_causal=False):
+        if mask is not None:
+            mask = attention._of_rank_4(mask, q)
+        scale = SIZE**-0.5
+        return attention._by_cudnn(
+            q, k, v, bias, mask, scale=scale, is_causal=is_causal
+        )
+
+    found = with_gradients(attend, case, dtype)
+    agree(found, reference(case, dtype), dtype)
+    assert lengths and not any(length % 2 for pair in lengths for length in pair)
+
+
+def lowered(function, arguments, platform):
+    import jax
+
+    step = jax.jit(function).trace(*arguments)
+    return step.lower(lowering_platforms=(platform,)).as_text()
+
+
+def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
+    """A function to lower, and its arguments."""
+    import jax
+
+    attend = wrap(
+        functools.partial(ops.dot_product_attention, **options(case, dtype), **more)
+    )
+
+    def loss(*tensors):
+        return ops.sum(ops.cast(attend(*tensors), "float32"))
+
+    return jax.value_and_grad(loss, (0, 1, 2)), tensors(case, dtype)[:3]
+
+
+@on_jax
+@half
+@cases
+def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(name, dtype):
+    import jax
+
+    assert {device.platform for device in jax.devices()} == {"cpu"}
+    case = (CASES | ON_JAX)[name]
+    text = lowered(*loss_and_gradients(case, dtype), "cuda")
+    kinds = "fmhaScaleBiasSoftmax" if case.mask or case.bias else "fmhaSoftmax"
+    assert text.count(f"@__cudnn${kinds}(") == 1
+    assert text.count(f"@__cudnn${kinds}Backward(") == 1
+    assert "dot_general" not in text
+    for platform in ("cpu", "tpu", "rocm"):
+        text = lowered(*loss_and_gradients(case, dtype), platform)
+        assert "__cudnn" not in text and "dot_general" in text
+
+
+@on_jax
+@half
+@pytest.mark.parametrize("wrapper", ["checkpoint", "jit"])
+def test_so_it_does_within_other_transformations(wrapper, dtype):
+    import jax
+
+    program = loss_and_gradients(Case(7, 7), dtype, getattr(jax, wrapper))
+    text = lowered(*program, "cuda")
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    assert "dot_general" not in text
+
+
+@on_jax
+def test_on_cpus_products_are_float32():
+    text = lowered(*loss_and_gradients(Case(), "bfloat16"), "cpu")
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and not any("bf16" in line for line in products)
+
+
+@on_jax
+@pytest.mark.parametrize(
+    ("size", "fused"), [(8, True), (128, True), (12, False), (136, False)]
+)
+def test_which_heads_the_kernel_takes(size, fused):
+    x = np.ones((BATCH, 8, HEADS, size), "float16")
+    text = lowered(ops.dot_product_attention, (x, x, x), "cuda")
+    assert ("__cudnn" in text) == fused
+
+
+@on_jax
+@pytest.mark.parametrize(
+    ("capability", "size", "fused"),
+    [("7.5", 64, False), ("8.0", 136, False), ("9.0", 136, True), ("10.0", 64, True)],
+)
+def test_the_gpu_of_the_process_decides(capability, size, fused, monkeypatch):
+    import jax
+
+    from keras_mp.backends.jax.attention import cudnn_takes
+
+    class Gpu:
+        compute_capability = capability
+
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [Gpu()])
+    x = np.ones((BATCH, 8, HEADS, size), "float16")
+    assert cudnn_takes(x, x, x) == fused
+
+
+@on_jax
+def test_who_wants_no_fused_kernel_gets_none():
+    program = loss_and_gradients(Case(), "float16", flash_attention=False)
+    assert "__cudnn" not in lowered(*program, "cuda")
+
+
+@on_jax
+def test_jax_goes_on_asking_for_cudnn_elsewhere():
+    import jax
+
+    text = lowered(*loss_and_gradients(Case(), "float16"), "cuda")
+    assert "__cudnn" in text
+    q, k, v, _ = tensors(Case(), "float16")
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+    # Keras asks the same.
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        ops.dot_product_attention(q, k, v, flash_attention=True)
