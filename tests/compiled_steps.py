@@ -1,10 +1,9 @@
 """The programs that JAX makes of a step: what is in them, and what they cost.
 
 Compiled, never run: so for a device that is not there, an H100 or a TPU, see
-`make gpu-gates` and `make tpu-gates`.
+`make gpu-gates` and `make tpu-gates`. Nothing says at the trace which device it is.
 """
 
-import contextlib
 import functools
 import inspect
 import math
@@ -12,7 +11,6 @@ import os
 import re
 import time
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 import keras
@@ -206,10 +204,9 @@ def compiled(function, args, weights, **options):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding()), args
     )
     started = time.process_time()
-    with as_if_there():
-        traced = function.trace(*args)
-        between = time.process_time()
-        lowered = traced.lower()
+    traced = function.trace(*args)
+    between = time.process_time()
+    lowered = traced.lower()
     program = lowered.compile(options)
     compiled_at = time.process_time()
     text, cost = program.as_text(), program.cost_analysis()
@@ -259,19 +256,6 @@ def platform():
         if sharding()
         else jax.default_backend()
     )
-
-
-@contextlib.contextmanager
-def as_if_there():
-    """What Keras and keras_mp ask about devices is answered for the target."""
-    if sharding() is None:
-        yield
-        return
-    devices, answer = list(sharding().device_set), platform()
-    with mock.patch.multiple(
-        jax, devices=lambda *_: devices, default_backend=lambda: answer
-    ):
-        yield
 
 
 def equations(jaxpr, seen):

@@ -161,7 +161,7 @@ def test_so_are_its_gradients(name, dtype):
 def test_what_is_padded_for_the_fused_kernel_changes_nothing(name, dtype, monkeypatch):
     import jax
 
-    from keras_mp.backends.jax import attention
+    from keras_mp.backends.jax import attention, cudnn_attention
 
     case = (CASES | ON_JAX)[name]
     original = jax.nn.dot_product_attention
@@ -179,7 +179,7 @@ def test_what_is_padded_for_the_fused_kernel_changes_nothing(name, dtype, monkey
         if mask is not None:
             mask = attention._of_rank_4(mask, q)
         scale = SIZE**-0.5
-        return attention._by_cudnn(
+        return cudnn_attention.attend(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal
         )
 
@@ -264,14 +264,62 @@ def test_which_heads_the_kernel_takes(size, fused):
 def test_the_gpu_of_the_process_decides(capability, size, fused, monkeypatch):
     import jax
 
-    from keras_mp.backends.jax.attention import cudnn_takes
+    from keras_mp.backends.jax import cudnn_attention
 
     class Gpu:
         compute_capability = capability
 
     monkeypatch.setattr(jax, "devices", lambda platform=None: [Gpu()])
     x = np.ones((BATCH, 8, HEADS, size), "float16")
-    assert cudnn_takes(x, x, x) == fused
+    assert cudnn_attention.takes(x, x, x) == fused
+
+
+BLOCKS = {
+    "plain": Case(128, 256),
+    "causal": Case(256, 256, causal=True),
+    "grouped": Case(128, 128, key_heads=2),
+}
+
+
+@on_jax
+@pytest.mark.parametrize("name", BLOCKS)
+def test_on_a_tpu_it_is_the_splash_kernel(name, monkeypatch):
+    from keras_mp.backends.jax import splash_attention
+
+    case = BLOCKS[name]
+    text = lowered(*loss_and_gradients(case, "bfloat16"), "tpu")
+    # And two of the gradient: by queries, and by keys and values. What each row of the
+    # result has in common with its own gradient is no product of matrices.
+    assert text.count("@tpu_custom_call(") == 3
+    assert text.count("dot_general") == text.count("batching_dims = [0, 1, 2]") == 1
+    monkeypatch.setattr(
+        splash_attention,
+        "make_splash_mha",
+        functools.partial(splash_attention.make_splash_mha, interpret=True),
+    )
+
+    def attend(*tensors, is_causal):
+        scale = SIZE**-0.5
+        return splash_attention.attend(*tensors, scale=scale, is_causal=is_causal)
+
+    found = with_gradients(attend, case, "bfloat16")
+    agree(found, reference(case, "bfloat16"), "bfloat16")
+
+
+@on_jax
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(7, 7), "bfloat16"),
+        (Case(128, 128, mask=(BATCH, 1, 1, 128)), "bfloat16"),
+        (Case(128, 128), "float16"),  # A TPU has no kernel of it at all.
+    ],
+)
+def test_what_the_splash_kernel_does_not_take(case, dtype):
+    text = lowered(*loss_and_gradients(case, dtype), "tpu")
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert "custom_call" not in text and products
+    assert not any("f16" in line for line in products) or dtype == "bfloat16"
 
 
 @on_jax

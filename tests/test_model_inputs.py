@@ -349,6 +349,33 @@ def test_keras_own_policies_are_not_changed():
         assert np.array_equal(array(pure(IDS)), IDS.astype("float16").astype("float32"))
 
 
+def test_a_preprocessing_layer_fed_by_half_precision_sees_no_raw_features(half):
+    inputs = keras.Input((8, 8, 3))
+    raw = layers.Resizing(6, 6)(layers.Rescaling(1 / 255)(inputs))
+    hidden = layers.CenterCrop(2, 2)(layers.Resizing(4, 4)(layers.Conv2D(4, 3)(raw)))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(hidden)))
+    model.compile("sgd", "mse")
+    assert [layer.compute_dtype for layer in model.layers[1:6]] == [
+        *("float32", "float32"),
+        *(half, half, half),
+    ]
+    x = np.random.default_rng(0).uniform(0, 255, (2, 8, 8, 3)).astype("float32")
+    before = array(model(x))
+    keras_mp.convert(model, "float32")
+    assert {layer.compute_dtype for layer in model.layers[1:]} == {"float32"}
+    error = np.max(np.abs(array(model(x)) - before))
+    assert 0 < error < 0.02 * np.max(np.abs(before))
+    keras_mp.convert(model, f"mixed_{half}")
+    np.testing.assert_array_equal(array(model(x)), before)
+
+
+def test_who_asks_for_float32_by_class_gets_it_everywhere():
+    policy = keras_mp.MixedFloat16(float32=[layers.Resizing])
+    resizing = layers.Resizing(4, 4, dtype=policy)
+    resizing(np.ones((1, 8, 8, 3), "float16"))
+    assert resizing.compute_dtype == "float32"
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="tf.data asks for TensorFlow alone")
 def test_a_preprocessing_layer_within_tf_data_sees_raw_features(half):
     tf = pytest.importorskip("tensorflow")

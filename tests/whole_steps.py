@@ -38,8 +38,13 @@ MODELS = {
 OPTIONS = {("gpu", "ViT"): {"xla_gpu_enable_triton_gemm": False}}
 # Calls of cuBLAS and cuDNN whose first two operands are multiplied.
 LIBRARIES = ("__cublas$", "__cudnn$conv")
-# The two products of attention, and the four of its gradient, are one kernel each.
-FUSED = re.compile(r'custom_call_target="__cudnn\$fmha\w*?Softmax(Backward)?"')
+# The two products of attention are one kernel of a library, and the four of its gradient
+# are one of cuDNN's and two of a TPU's.
+FUSED = {
+    r'"__cudnn\$fmha\w*?Softmax"': 2,
+    r'"__cudnn\$fmha\w*?SoftmaxBackward"': 4,
+    '"tpu_custom_call"': 2,
+}
 
 
 class Product(NamedTuple):
@@ -89,7 +94,7 @@ def whole_step(name, policy):
 
 def fused_products(text):
     """How many products lie in kernels of fused attention."""
-    return sum(4 if backward else 2 for backward in FUSED.findall(text))
+    return sum(len(re.findall(name, text)) * number for name, number in FUSED.items())
 
 
 def kernels(text):

@@ -73,6 +73,8 @@ def choose_policy(layer: Any) -> None:
     decision = decision_for(layer)
     chooser = decision.chooser if decision else None
     chooser = chooser or chooser_of(policy_of(layer))
+    if decision and decision.rule and chooser and decision.rule.unless(layer):
+        decision = chooser.decide(layer)
     if decision is None:
         if chooser is None:
             return

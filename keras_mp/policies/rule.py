@@ -26,6 +26,8 @@ class Rule:
         source: where the reason comes from.
         backends: the Keras backends on which it holds.
         alone: it is about the layer itself, and not about the layers that it holds.
+        unless: layer -> bool, asked at the layer's first call: it frees the layer from
+            the rule.
     """
 
     name: str
@@ -34,13 +36,14 @@ class Rule:
     source: str
     backends: tuple[str, ...] = BACKENDS
     alone: bool = False
+    unless: Callable[[Any], bool] = lambda layer: False
 
     def matches(self, layer: Any) -> bool:
         """Does the rule keep this layer in float32, on the backend in use?"""
         if keras.backend.backend() not in self.backends:
             return False
         if isinstance(self.applies, tuple):
-            return isinstance(layer, self.applies)
+            return isinstance(layer, self.applies) and not self.unless(layer)
         return bool(self.applies(layer))
 
 

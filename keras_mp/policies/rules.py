@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_mp.keras_seams import private
-from keras_mp.policies.layers import activation_of, input_shape
+from keras_mp.policies.layers import activation_of, first_input, input_shape
 from keras_mp.policies.rule import Rule, RuleTable
 
 layers = keras.layers
@@ -32,6 +32,21 @@ def is_softmax(layer: Any) -> bool:
 def _if_there(*names: str) -> tuple[type, ...]:
     """The layers of these names, without those that came after this Keras."""
     return tuple(getattr(layers, name) for name in names if hasattr(layers, name))
+
+
+def is_fed_by_half_precision(layer: Any) -> bool:
+    """Does the layer see what half-precision layers compute, and no raw data?
+
+    For those that hold their own there: linear ones.
+    """
+    linear = (
+        layers.CenterCrop,
+        layers.Normalization,
+        layers.Rescaling,
+        layers.Resizing,
+    )
+    first = first_input(layer)
+    return isinstance(layer, linear) and first is not None and "16" in first.dtype
 
 
 def is_wide_average(layer: Any) -> bool:
@@ -102,6 +117,7 @@ RULES = RuleTable(
             private.preprocessing_classes(),
             "it sees raw data, which half precision rounds or cannot hold",
             _MEASURED,
+            unless=is_fed_by_half_precision,
         ),
         Rule(
             "Masking",

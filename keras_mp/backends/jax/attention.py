@@ -1,8 +1,7 @@
 """Scaled dot-product attention in half precision, as the device wants it.
 
 Which kernel computes it is decided where the program is lowered, not by the devices of
-the process that traces it. On NVIDIA's GPUs it is cuDNN's fused one (Dao et al. 2022,
-"FlashAttention"), wherever it can be: no array of (batch, heads, T, S) is written.
+the process that traces it.
 """
 
 import functools
@@ -11,17 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 from jax import lax
 from keras import ops
 
-from keras_mp.backends.jax.private import cudnn_assumed
+from keras_mp.backends.jax import cudnn_attention, splash_attention
 
 HALF = ("float16", "bfloat16")
-# cuDNN's kernel: multiples of 8 up to this, and before Hopper up to this.
-LARGEST_HEAD, LARGEST_HEAD_BEFORE_HOPPER = 256, 128
-AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 def chosen_by_device(original: Callable) -> Callable:
@@ -60,7 +55,6 @@ def chosen_by_device(original: Callable) -> Callable:
         elif not isinstance(scale, (int, float)):  # It may be learned.
             scale = ops.cast(scale, "float32")
             query, scale = (query.astype("float32") * scale).astype(dtype), 1.0
-        fused = flash_attention is None and cudnn_takes(query, key, value)
         return _attention(
             query,
             key,
@@ -69,31 +63,10 @@ def chosen_by_device(original: Callable) -> Callable:
             None if mask is None else _of_rank_4(mask, query).astype("bool"),
             scale=float(scale),
             is_causal=is_causal,
-            fused=fused,
+            fused=flash_attention is None,
         )
 
     return attention
-
-
-def cudnn_takes(query: Any, key: Any, value: Any) -> bool:
-    """Does the kernel take such tensors, on the GPU of this process or any that has it?
-
-    Without a GPU here, one from Ampere on is assumed.
-    """
-    try:
-        capability = jax.devices("cuda")[0].compute_capability
-        found = tuple(map(int, capability.split(".")))
-    except RuntimeError:
-        found = AMPERE
-    largest = LARGEST_HEAD if found >= HOPPER else LARGEST_HEAD_BEFORE_HOPPER
-    size = query.shape[-1]
-    return (
-        found >= AMPERE
-        and size % 8 == 0
-        and size <= largest
-        and value.shape[-1] == size
-        and query.shape[-2] % key.shape[-2] == 0
-    )
 
 
 def _of_rank_4(x: Any, query: Any) -> Any:
@@ -108,59 +81,25 @@ def _of_rank_4(x: Any, query: Any) -> Any:
 
 # Traced once for all layers of the same sizes.
 @functools.partial(jax.jit, static_argnames=("scale", "is_causal", "fused"))
-def _attention(*tensors: Any, scale: float, is_causal: bool, fused: bool) -> Any:
+def _attention(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, fused: bool, **options: Any
+) -> Any:
     plain = functools.partial(
-        jax.nn.dot_product_attention,
-        scale=scale,
-        is_causal=is_causal,
-        implementation="xla",
+        jax.nn.dot_product_attention, implementation="xla", **options
     )
-    branches = {"cpu": functools.partial(_in_float32, plain), "default": plain}
-    if fused:
-        branches["cuda"] = functools.partial(
-            _by_cudnn, scale=scale, is_causal=is_causal
-        )
-    return lax.platform_dependent(*tensors, **branches)
+    in_float32 = functools.partial(_in_float32, plain)
+    # CPUs have no such products in half precision, and TPUs none of float16.
+    branches: dict[str, Callable] = {"cpu": in_float32, "default": plain}
+    if query.dtype == "float16":
+        branches["tpu"] = in_float32
+    if fused and cudnn_attention.takes(query, key, value):
+        branches["cuda"] = functools.partial(cudnn_attention.attend, **options)
+    if fused and splash_attention.takes(query, key, value, bias, mask):
+        branches["tpu"] = functools.partial(splash_attention.attend, **options)
+    return lax.platform_dependent(query, key, value, bias, mask, **branches)
 
 
 def _in_float32(plain: Callable, *tensors: Any) -> Any:
-    """In float32: JAX has no kernels in half precision for CPUs."""
     query, key, value, bias, mask = tensors
     wide = (x if x is None else x.astype("float32") for x in (query, key, value, bias))
     return plain(*wide, mask).astype(query.dtype)
-
-
-def _by_cudnn(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any
-) -> Any:
-    """By cuDNN's kernel, which takes even lengths: others are padded, and cut."""
-    length, keys = query.shape[1], key.shape[1]
-    odd, odd_keys = length % 2, keys % 2
-    if odd_keys and (bias is not None or mask is not None):
-        # The padded key is masked, whatever the bias.
-        mask = jnp.ones((1, 1, 1, keys), "bool") if mask is None else mask
-    elif odd_keys:
-        of_each = query.shape[:1]
-        options["query_seq_lengths"] = jnp.full(of_each, length, "int32")
-        options["key_value_seq_lengths"] = jnp.full(of_each, keys, "int32")
-    whole = [
-        # Of these the kernel broadcasts neither length.
-        x if x is None else jnp.broadcast_to(x, (*x.shape[:2], length, keys))
-        for x in (bias, mask)
-    ]
-    with cudnn_assumed():
-        result = jax.nn.dot_product_attention(
-            *(_padded(x, (0, odd, 0, 0)) for x in (query,)),
-            *(_padded(x, (0, odd_keys, 0, 0)) for x in (key, value)),
-            *(_padded(x, (0, 0, odd, odd_keys)) for x in whole),
-            implementation="cudnn",
-            **options,
-        )
-    return result[:, :length]
-
-
-def _padded(x: Any, sizes: tuple[int, ...]) -> Any:
-    """With zeros, or False, after each axis."""
-    if x is None or not any(sizes):
-        return x
-    return jnp.pad(x, [(0, size) for size in sizes])

@@ -1,0 +1,48 @@
+"""Attention by the splash kernel of a TPU, which writes no logits.
+
+Keras asks for it as well, with a mask that is a tracer wherever it is traced, and falls
+back; without a mask it asks for a causal one, and leaves the scale out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    CausalMask,
+    FullMask,
+    MultiHeadMask,
+    make_splash_mha,
+)
+
+# The kernel's blocks have so many rows, and older versions of JAX so many columns.
+BLOCK = 128
+ANY_SIZE = (0, 10, 0)
+
+
+def takes(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> bool:
+    """Does the kernel compute it? It takes no float16, and constant masks alone."""
+    sizes = query.shape[-1], value.shape[-1]
+    return (
+        query.dtype == "bfloat16"
+        and bias is None
+        and mask is None
+        and not any(x.shape[1] % BLOCK for x in (query, key))
+        and query.shape[2] % key.shape[2] == 0
+        and (
+            jax.__version_info__ >= ANY_SIZE or not any(size % BLOCK for size in sizes)
+        )
+    )
+
+
+def attend(
+    query: Any, key: Any, value: Any, *nothing: Any, scale: float, is_causal: bool
+) -> Any:
+    """Arguments and result as those of `jax.nn.dot_product_attention`."""
+    kind = CausalMask if is_causal else FullMask
+    one = kind((query.shape[1], key.shape[1]))
+    mask = MultiHeadMask([one] * query.shape[2])
+    kernel = make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+    query = (query.astype("float32") * scale).astype(query.dtype)
+    of_each_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    return jnp.swapaxes(jax.vmap(kernel)(*of_each_head), 1, 2)
