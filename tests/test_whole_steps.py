@@ -1,8 +1,8 @@
 """A mixed train step beside the float32 step, as XLA compiles them for an accelerator.
 
 Read from the programs, which are never run: `make gpu-gates` compiles them for an H100,
-`make tpu-gates` for a TPU v5e. Attention is a fused kernel in the mixed steps, and plain
-products in float32's.
+`make tpu-gates` for a TPU v5e. Attention is a fused kernel in the mixed steps, and
+plain products in float32's.
 """
 
 import re

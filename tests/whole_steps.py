@@ -38,8 +38,8 @@ MODELS = {
 OPTIONS = {("gpu", "ViT"): {"xla_gpu_enable_triton_gemm": False}}
 # Calls of cuBLAS and cuDNN whose first two operands are multiplied.
 LIBRARIES = ("__cublas$", "__cudnn$conv")
-# The two products of attention are one kernel of a library, and the four of its gradient
-# are one of cuDNN's and two of a TPU's.
+# The two products of attention are one kernel of a library, and the four of its
+# gradient are one of cuDNN's and two of a TPU's.
 FUSED = {
     r'"__cudnn\$fmha\w*?Softmax"': 2,
     r'"__cudnn\$fmha\w*?SoftmaxBackward"': 4,
