@@ -208,6 +208,20 @@ def test_keras_has_a_context_while_a_layer_is_called():
     assert seen[-1] and not private.is_in_a_call()
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_layer_in_half_precision_casts_its_variables(policy):
+    seen = []
+
+    class Look(layers.Layer):
+        def call(self, x):
+            seen.append(private.is_autocast_to_half())
+            return x
+
+    Look(dtype=policy)(ops.convert_to_tensor(X))
+    assert seen[-1] == (policy != "float32")
+    assert not private.is_autocast_to_half()
+
+
 def test_a_cast_output_keeps_its_mask_and_logits():
     x = ops.cast(ops.convert_to_tensor(X), "bfloat16")
     mask = ops.ones((2,), "bool")

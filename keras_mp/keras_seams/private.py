@@ -117,6 +117,12 @@ def preprocessing_classes() -> tuple[type, ...]:
 # Layers ----------------------------------------------------------------------------
 
 
+def is_autocast_to_half() -> bool:
+    """Is a layer in half precision being called, whose variables are cast to it?"""
+    scope = _global_state.get_global_attribute("autocast_scope")
+    return scope is not None and scope.dtype in ("float16", "bfloat16")
+
+
 def is_in_a_call() -> bool:
     """Is the call of a layer under way in this thread? Keras keeps its context."""
     return _global_state.get_global_attribute("current_call_ctx") is not None

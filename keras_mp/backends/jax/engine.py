@@ -20,6 +20,7 @@ from keras_mp.backends.jax import (
     devices,
     differentiation,
     gradients,
+    moments,
     products,
 )
 from keras_mp.backends.jax.selects import without_conditionals
@@ -155,6 +156,7 @@ class JaxEngine(Engine):
             **products.repairs(),
             **cross_entropy.repairs(),
             **activations.repairs(),
+            **moments.repairs(),
         }
 
     def other_workers(self, model: Any) -> str:

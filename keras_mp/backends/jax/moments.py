@@ -1,0 +1,54 @@
+"""Mean and variance whose gradient is one pass over their input.
+
+The gradient of `jnp.var` sums x - mean once more, a sum that is zero, and keeps it in
+float32 until then.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_mp.backends.engine import Wrapper
+from keras_mp.keras_seams import private
+
+
+def repairs() -> dict[str, Wrapper]:
+    return {"moments": _moments}
+
+
+def _moments(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def moments(
+        x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
+    ) -> Any:
+        # Normalization in half precision casts its input; layers in float32 keep their
+        # gradients to the bit.
+        is_cast = private.is_autocast_to_half() and x.dtype == "float32"
+        if not is_cast or synchronized:
+            return original(x, axes, keepdims, synchronized)
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        both = _mean_and_variance(axes, x)
+        return both if keepdims else tuple(jnp.squeeze(y, axes) for y in both)
+
+    return moments
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _mean_and_variance(axes: tuple[int, ...], x: Any) -> tuple[Any, Any]:
+    return jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+
+
+@_mean_and_variance.defjvp
+def _derivative(axes: tuple[int, ...], primals: Sequence, tangents: Sequence) -> Any:
+    (x,), (dx,) = primals, tangents
+    mean, variance = _mean_and_variance(axes, x)
+    n = math.prod(x.shape[axis] for axis in axes)
+    # So that its transpose reads x, and no float32 copy of x - mean.
+    by_variance = (
+        jnp.sum(x * dx, axes, keepdims=True) - mean * jnp.sum(dx, axes, keepdims=True)
+    ) * (2 / n)
+    return (mean, variance), (jnp.mean(dx, axes, keepdims=True), by_variance)
