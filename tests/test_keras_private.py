@@ -99,6 +99,18 @@ def test_operations_look_themselves_up_in_their_backend_module(
     assert call() == "replaced"
 
 
+def test_recurrent_layers_look_their_kernels_up_in_the_backend(monkeypatch):
+    class SeenError(Exception):
+        pass
+
+    def lstm(*args, **kwargs):
+        raise SeenError
+
+    monkeypatch.setattr(private.backend, "lstm", lstm)
+    with pytest.raises(SeenError):
+        layers.LSTM(2)(np.ones((2, 3, 4), "float32"))
+
+
 def test_a_mask_is_attached_to_a_tensor():
     tensor, mask = ops.ones((2,)), ops.ones((2,), "bool")
     assert private.get_keras_mask(tensor) is None

@@ -264,6 +264,9 @@ class Engine:
     The end of a sentence, which begins with a space.
     """
 
+    float32_in_cudnn: tuple[type, ...] = ()
+    """Layers that cuDNN computes in float32 alone, where it computes them."""
+
     def list_devices(self) -> list[Any]:
         """The devices that the framework sees, each a `devices.Device`."""
         raise NotImplementedError

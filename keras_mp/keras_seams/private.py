@@ -41,6 +41,8 @@ def _find(*paths: str) -> Any:
 # moved them into `ops`; there `backend.numpy` is something else, so it comes last.
 backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
 backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
+# Recurrent layers look these up here.
+backend = _find("keras.src:backend")
 # Every draw of a layer passes here.
 backend_random = _find("keras.src.backend:random")
 # A cast of ours must keep the mask that Keras attaches to a tensor.

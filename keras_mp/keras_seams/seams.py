@@ -114,7 +114,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
     ]
     # `keras.ops` looks an operation up in one of the modules.
-    modules = private.backend_nn, private.backend_numpy
+    modules = private.backend_nn, private.backend_numpy, private.backend
     backend = *modules, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [

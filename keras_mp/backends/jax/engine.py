@@ -22,6 +22,7 @@ from keras_mp.backends.jax import (
     gradients,
     moments,
     products,
+    recurrent,
 )
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.repairs import broadcasting
@@ -68,6 +69,7 @@ class JaxEngine(Engine):
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
     note_logits = staticmethod(cross_entropy.note_logits)
+    float32_in_cudnn = (keras.layers.LSTM,)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     why_no_memory = "JAX has compiled no `train_step`, whose memory it would know"
@@ -157,6 +159,7 @@ class JaxEngine(Engine):
             **cross_entropy.repairs(),
             **activations.repairs(),
             **moments.repairs(),
+            **recurrent.repairs(),
         }
 
     def other_workers(self, model: Any) -> str:

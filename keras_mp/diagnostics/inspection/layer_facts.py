@@ -118,7 +118,9 @@ def _decided_by(layer: Any, parent: Any, products: str | None) -> str:
             f"{engine.half_products}"
         )
     if decision is not None:
-        return decision.rule.name if decision.rule else "policy"
+        in_cudnn = isinstance(layer, engine.float32_in_cudnn)
+        by_policy = "policy; float32 in cuDNN" if in_cudnn else "policy"
+        return decision.rule.name if decision.rule else by_policy
     if chooser_of(policy) is not None:
         return "its first call will"
     if policy.quantization_mode is not None:
