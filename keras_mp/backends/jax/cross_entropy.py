@@ -17,6 +17,7 @@ from jax import lax
 
 from keras_mp.backends import products
 from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.jax import softmax
 
 # By the id of what a head returned: a weak reference to it, as tracers have no
 # attributes, and its logits; None if it is the logits.
@@ -24,7 +25,10 @@ _heads: dict[int, tuple[Any, Any]] = {}
 
 
 def repairs() -> dict[str, Wrapper]:
-    return {"softmax": _softmax, "sparse_categorical_crossentropy": _loss}
+    return {
+        "softmax": lambda original: _softmax(softmax.in_float32(original)),
+        "sparse_categorical_crossentropy": _loss,
+    }
 
 
 def note_logits(outputs: Any) -> None:
@@ -50,13 +54,13 @@ def _logits_of(output: Any) -> Any:
 
 def _softmax(original: Callable) -> Callable:
     @functools.wraps(original)
-    def softmax(x: Any, axis: int = -1) -> Any:
+    def noting(x: Any, axis: int = -1) -> Any:
         probabilities = original(x, axis)
         if axis == -1 and products.in_scope():
             _remember(probabilities, x)
         return probabilities
 
-    return softmax
+    return noting
 
 
 def _loss(original: Callable) -> Callable:
