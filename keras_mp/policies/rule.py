@@ -14,6 +14,10 @@ from keras_mp.policies.layers import layer_path
 BACKENDS = ("jax", "tensorflow", "torch")
 
 
+def _never(layer: Any) -> bool:
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Why a layer computes in float32.
@@ -36,7 +40,7 @@ class Rule:
     source: str
     backends: tuple[str, ...] = BACKENDS
     alone: bool = False
-    unless: Callable[[Any], bool] = lambda layer: False
+    unless: Callable[[Any], bool] = _never
 
     def matches(self, layer: Any) -> bool:
         """Does the rule keep this layer in float32, on the backend in use?"""
