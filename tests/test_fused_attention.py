@@ -1,6 +1,7 @@
 """Attention in half precision: what is computed, by which kernel of the device."""
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import keras
@@ -55,7 +56,11 @@ ON_JAX = {
     "grouped": Case(key_heads=2),
     "grouped, odd and masked": Case(7, 7, key_heads=1, mask=(BATCH, 1, 7, 7)),
 }
-cases = pytest.mark.parametrize("name", [*CASES, *(ON_JAX if BACKEND == "jax" else ())])
+# Under one of the two dtypes in turn.
+PAIRS = list(zip(CASES | ON_JAX, itertools.cycle(ROUNDOFF), strict=False))
+cases = pytest.mark.parametrize(
+    ("name", "dtype"), [p for p in PAIRS if p[0] in CASES or BACKEND == "jax"]
+)
 
 
 def tensors(case, dtype, seed=0):
@@ -126,7 +131,6 @@ def agree(found, wanted, dtype):
         assert np.max(np.abs(got - want)) <= 5 * ROUNDOFF[dtype] * np.max(np.abs(want))
 
 
-@half
 @cases
 def test_attention_is_that_of_float64_but_for_rounding(name, dtype):
     case = (CASES | ON_JAX)[name]
@@ -147,7 +151,6 @@ def with_gradients(attend, case, dtype):
 
 
 @on_jax
-@half
 @cases
 def test_so_are_its_gradients(name, dtype):
     case = (CASES | ON_JAX)[name]
@@ -156,7 +159,6 @@ def test_so_are_its_gradients(name, dtype):
 
 
 @on_jax
-@half
 @cases
 def test_what_is_padded_for_the_fused_kernel_changes_nothing(name, dtype, monkeypatch):
     import jax
@@ -210,7 +212,6 @@ def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
 
 
 @on_jax
-@half
 @cases
 def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(name, dtype):
     import jax

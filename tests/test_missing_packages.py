@@ -54,6 +54,7 @@ def error_of(done):
     return message
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("package", "program", "sentence"),
     [
