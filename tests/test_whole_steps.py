@@ -18,7 +18,7 @@ from compiled_steps import platform, sharding
 if sharding() is None:
     pytest.skip("make gpu-gates, make tpu-gates", allow_module_level=True)
 
-from whole_steps import fused_products, whole_step
+from whole_steps import fused_products, whole_step, written
 
 from keras_mp.policies import heads
 
@@ -81,6 +81,22 @@ def test_its_peak_memory_is_bounded_by_that_of_float32(model):
     plain, step = whole_step(model, "float32"), whole_step(model, HALF)
     ratio = step.program.peak / plain.program.peak
     assert ratio <= MEMORY[model], f"{ratio:.3f}\n{step}\nfloat32: {plain}"
+
+
+LOGITS = {
+    "decoder": (8, 12, 512, 512),
+    "dropout": (8, 12, 512, 512),
+    "ViT": (32, 12, 197, 197),
+}
+
+
+@pytest.mark.parametrize("model", LOGITS)
+def test_no_logits_of_attention_are_written_in_float32(model):
+    if (platform(), model) == ("tpu", "ViT"):
+        pytest.skip("JAX's attention makes them there, and a TPU's kernel takes no 197")
+    plain, step = (whole_step(model, policy) for policy in ("float32", HALF))
+    assert "f32" in written(plain.program.text, LOGITS[model]), plain
+    assert "f32" not in written(step.program.text, LOGITS[model]), step
 
 
 def test_the_gate_sees_a_head_in_float32(monkeypatch):

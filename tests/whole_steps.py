@@ -12,12 +12,28 @@ from compiled_steps import Program, build, bytes_of_kernels, platform, step_of
 import keras_mp
 from benchmarks.models import decoder, dense, vision_transformer
 
+layers = keras.layers
+
+
+def with_dropout():
+    """A block of a decoder that no fused kernel takes: its attention has dropout."""
+    ids = keras.Input((512,), dtype="int32")
+    x = layers.Embedding(8192, 768)(ids)
+    attention = layers.MultiHeadAttention(12, 64, dropout=0.1)
+    x = layers.Add()([x, attention(x, x, use_causal_mask=True)])
+    return keras.Model(ids, layers.Dense(8192)(layers.LayerNormalization()(x)))
+
+
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 IMAGES = (224, 224, 3), "float32"
 # How a model is made, its loss, the batch, and shape and dtype of one input and target.
 MODELS = {
     "decoder": (
         lambda: decoder(50257, 512, 768, 2, 12),
+        *(CROSSENTROPY, 8, ((512,), "int32"), ((512,), "int32")),
+    ),
+    "dropout": (
+        with_dropout,
         *(CROSSENTROPY, 8, ((512,), "int32"), ((512,), "int32")),
     ),
     "MLP": (
@@ -95,6 +111,12 @@ def whole_step(name, policy):
 def fused_products(text):
     """How many products lie in kernels of fused attention."""
     return sum(len(re.findall(name, text)) * number for name, number in FUSED.items())
+
+
+def written(text, shape):
+    """The dtypes in which the kernels of a program write arrays of a shape."""
+    entry = text[text.index("\nENTRY") :]
+    return set(re.findall(rf"([a-z]+\d*)\[{','.join(map(str, shape))}\]", entry))
 
 
 def kernels(text):
