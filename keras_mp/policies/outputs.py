@@ -157,9 +157,9 @@ def _layers_behind(node: Any, ends: list[bool]) -> Iterator[Any]:
     layer = node.operation
     if node.is_input or not isinstance(layer, keras.layers.Layer):
         return
-    if is_graph(layer):
-        yield from _output_layers(layer)
-    elif isinstance(layer, keras.Model) or (is_composite(layer) and layer.autocast):
+    if isinstance(layer, keras.Model):
+        yield from _leaves(layer)
+    elif is_composite(layer) and layer.autocast:
         makers = keras.tree.flatten(returned.makers_in(layer, node))
         yield from (m for m, end in zip(makers, ends, strict=False) if m and end)
     else:
