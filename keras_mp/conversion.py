@@ -4,13 +4,14 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import choose_policy
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import keep_outputs_in_float32
-from keras_mp.policies.policy import HALF, Policy
+from keras_mp.policies.policy import Policy
 from keras_mp.policies.reach import warn_of_unmatched
 from keras_mp.policies.record import Precision, record_of
 

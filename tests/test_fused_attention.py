@@ -324,6 +324,37 @@ def test_what_the_splash_kernel_does_not_take(case, dtype):
 
 
 @on_jax
+def test_only_plain_attention_has_a_second_derivative():
+    import jax
+
+    q, k, v, _ = tensors(Case(), "bfloat16")
+
+    def second(**more):
+        def loss(q):
+            attended = ops.dot_product_attention(q, k, v, **more)
+            return ops.sum(ops.cast(attended, "float32") ** 2)
+
+        return jax.grad(lambda q: ops.sum(jax.grad(loss)(q)).astype("float32"))(q)
+
+    with pytest.raises(NotImplementedError, match="Differentiation rule"):
+        second()
+    assert np.isfinite(np.asarray(second(flash_attention=False), "float32")).all()
+
+
+@on_jax
+def test_keras_own_switch_asks_for_plain_attention():
+    keras.config.disable_flash_attention()
+    try:
+        layer = keras.layers.MultiHeadAttention(HEADS, SIZE, dtype="mixed_float16")
+    finally:
+        keras.config.enable_flash_attention()
+        keras.backend.clear_session()
+    x = np.ones((BATCH, 8, 64), "float16")
+    layer.build(x.shape, x.shape)
+    assert "__cudnn" not in lowered(lambda x: layer(x, x), (x,), "cuda")
+
+
+@on_jax
 def test_who_wants_no_fused_kernel_gets_none():
     program = loss_and_gradients(Case(), "float16", flash_attention=False)
     assert "__cudnn" not in lowered(*program, "cuda")

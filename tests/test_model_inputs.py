@@ -369,6 +369,12 @@ def test_a_preprocessing_layer_fed_by_half_precision_sees_no_raw_features(half):
     np.testing.assert_array_equal(array(model(x)), before)
 
 
+def test_raw_images_of_16_bits_are_not_rounded(half):
+    resizing = layers.Resizing(4, 4)
+    resizing(np.full((1, 8, 8, 3), 2**16 - 1, "uint16"))
+    assert resizing.compute_dtype == "float32"
+
+
 def test_who_asks_for_float32_by_class_gets_it_everywhere():
     policy = keras_mp.MixedFloat16(float32=[layers.Resizing])
     resizing = layers.Resizing(4, 4, dtype=policy)

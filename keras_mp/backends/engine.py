@@ -16,6 +16,8 @@ from keras import ops
 # What a gradient holds beside numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2
 
+HALF = ("float16", "bfloat16")
+
 Wrapper = Callable[[Callable], Callable]
 
 # The name of a scope, with its number.

@@ -6,10 +6,11 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
-from keras_mp.policies.policy import FLOAT32, HALF, MixedFloat16
+from keras_mp.policies.policy import FLOAT32, MixedFloat16
 from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import Choice, computes_in_half
 

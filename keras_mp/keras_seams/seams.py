@@ -24,11 +24,13 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
 
 and what the backend's `repairs` name:
 
-    dot_product_attention        is safe in float16
+    dot_product_attention        is safe in half precision, and fused on JAX
     add, subtract, multiply      sum their gradients in float32
     matmul, einsum, conv         have half-precision operands in a model's heads
     softmax, sparse_categorical_crossentropy  read a head's logits once
     gelu, selu                   keep their input alone for the gradient
+    moments                      has a gradient of one pass
+    lstm, bidirectional_lstm     are cast to float32 around cuDNN
     arange                       runs in float16 graphs
     Variable's write             reaches the variable within a call in half precision
 """

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.backends.engine import HALF
 from keras_mp.backends.train_step import UNDERFLOW, monitored
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import summary, unscaled
@@ -14,7 +15,6 @@ from keras_mp.loss_scaling.inner_optimizer import wrapper_of
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies import heads
 from keras_mp.policies.layers import is_graph
-from keras_mp.policies.policy import HALF
 
 # The wrapper that a model had, which comes back with its float16 layers.
 _wrappers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends.engine import HALF
 from keras_mp.display.messages import warn
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import (
@@ -19,7 +20,6 @@ from keras_mp.policies.choosing import (
     keep_in_float32,
 )
 from keras_mp.policies.layers import layer_path, policy_of
-from keras_mp.policies.policy import HALF
 from keras_mp.policies.record import Precision
 from keras_mp.policies.rules import MIXES_DTYPES
 

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies import returned, symbolic
 from keras_mp.policies.choosing import (
@@ -21,7 +22,7 @@ from keras_mp.policies.choosing import (
     take_output_back,
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
-from keras_mp.policies.policy import HALF, chooser_of
+from keras_mp.policies.policy import chooser_of
 
 # The compiled models with a graph, each with the ids of the layers that none of its
 # losses reads.

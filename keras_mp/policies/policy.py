@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_mp.backends.engine import HALF
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.layers import (
     copies_children,
@@ -19,7 +20,6 @@ from keras_mp.policies.rules import WRAPPED, rules_with
 # the layer's policy as it stands.
 OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 FLOAT32 = keras.DTypePolicy("float32")
-HALF = ("float16", "bfloat16")
 
 
 class _ChosenName(str):

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import activation_of, first_input, input_shape
 from keras_mp.policies.rule import Rule, RuleTable
@@ -46,7 +47,7 @@ def is_fed_by_half_precision(layer: Any) -> bool:
         layers.Resizing,
     )
     first = first_input(layer)
-    return isinstance(layer, linear) and first is not None and "16" in first.dtype
+    return isinstance(layer, linear) and first is not None and first.dtype in HALF
 
 
 def is_wide_average(layer: Any) -> bool:

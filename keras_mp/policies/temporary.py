@@ -6,9 +6,10 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import policy_of
-from keras_mp.policies.policy import FLOAT32, HALF
+from keras_mp.policies.policy import FLOAT32
 from keras_mp.policies.record import Precision, record_of
 
 # Layer -> its policy, or None for the one that it has.

@@ -14,59 +14,60 @@ import keras
 from jax import lax
 from keras import ops
 
+from keras_mp.backends.engine import HALF
 from keras_mp.backends.jax import cudnn_attention, splash_attention
-
-HALF = ("float16", "bfloat16")
 
 
 def chosen_by_device(original: Callable) -> Callable:
     """Wraps Keras' `dot_product_attention`: its calls in half precision are ours."""
 
     @functools.wraps(original)
-    def attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
-        scale: Any = None,
-        is_causal: bool = False,
-        flash_attention: bool | None = None,
-        attn_logits_soft_cap: float | None = None,
-    ) -> Any:
+    def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
         tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
         dtype = keras.backend.result_type(*(x.dtype for x in tensors))
         is_ours = dtype in HALF and all(x.ndim == 4 for x in tensors)
-        if not is_ours or flash_attention or attn_logits_soft_cap is not None:
+        asked_for = options.pop("flash_attention", None)
+        soft_cap = options.pop("attn_logits_soft_cap", None)
+        if not is_ours or asked_for or soft_cap is not None:
             return original(
                 query,
                 key,
                 value,
-                bias=bias,
-                mask=mask,
-                scale=scale,
-                is_causal=is_causal,
-                flash_attention=flash_attention,
-                attn_logits_soft_cap=attn_logits_soft_cap,
+                flash_attention=asked_for,
+                attn_logits_soft_cap=soft_cap,
+                **options,
             )
         query, key, value = (x.astype(dtype) for x in tensors)
-        if scale is None:
-            scale = 1 / math.sqrt(key.shape[-1])
-        elif not isinstance(scale, (int, float)):  # It may be learned.
-            scale = ops.cast(scale, "float32")
-            query, scale = (query.astype("float32") * scale).astype(dtype), 1.0
-        return _attention(
-            query,
-            key,
-            value,
-            None if bias is None else _of_rank_4(bias, query).astype(dtype),
-            None if mask is None else _of_rank_4(mask, query).astype("bool"),
-            scale=float(scale),
-            is_causal=is_causal,
-            fused=flash_attention is None,
-        )
+        return _in_half(query, key, value, fused=asked_for is None, **options)
 
     return attention
+
+
+def _in_half(
+    query: Any,
+    key: Any,
+    value: Any,
+    fused: bool,
+    bias: Any = None,
+    mask: Any = None,
+    scale: Any = None,
+    is_causal: bool = False,
+) -> Any:
+    if scale is None:
+        scale = 1 / math.sqrt(key.shape[-1])
+    elif not isinstance(scale, (int, float)):  # It may be learned.
+        scale = ops.cast(scale, "float32")
+        query, scale = (query.astype("float32") * scale).astype(query.dtype), 1.0
+    return _attention(
+        query,
+        key,
+        value,
+        None if bias is None else _of_rank_4(bias, query).astype(query.dtype),
+        None if mask is None else _of_rank_4(mask, query).astype("bool"),
+        scale=float(scale),
+        is_causal=is_causal,
+        fused=fused,
+    )
 
 
 def _of_rank_4(x: Any, query: Any) -> Any:

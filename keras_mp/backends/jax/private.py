@@ -1,7 +1,7 @@
 """The private names of JAX that keras_mp uses, each with the reason."""
 
 import contextlib
-import threading
+import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +13,7 @@ _CHECK = "check_cudnn_version"
 # The first with all that JAX asks of it for GPUs up to Hopper.
 _ASSUMED = 91000
 
-_thread = threading.local()
+_assumed = contextvars.ContextVar("assumed", default=False)
 
 
 @contextlib.contextmanager
@@ -22,12 +22,11 @@ def cudnn_assumed() -> Iterator[None]:
     check = getattr(_cudnn, _CHECK)
     if not getattr(check, "_keras_mp", False):
         setattr(_cudnn, _CHECK, _lenient(check))
-    before = getattr(_thread, "assumed", False)
-    _thread.assumed = True
+    token = _assumed.set(True)
     try:
         yield
     finally:
-        _thread.assumed = before
+        _assumed.reset(token)
 
 
 def _lenient(original: Callable) -> Any:
@@ -35,7 +34,7 @@ def _lenient(original: Callable) -> Any:
         try:
             return original()
         except RuntimeError:
-            if getattr(_thread, "assumed", False):
+            if _assumed.get():
                 return _ASSUMED
             raise
 

@@ -11,11 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.engine import HALF, Wrapper
 from keras_mp.keras_seams import private
 
 NAMES = ("lstm", "bidirectional_lstm")
-HALF = ("float16", "bfloat16")
 
 
 def repairs() -> dict[str, Wrapper]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-HALF = ("float16", "bfloat16")
+from keras_mp.backends.engine import HALF
 
 
 def in_float32(original: Callable) -> Callable:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_mp.backends.engine import HALF
 from keras_mp.diagnostics.inspection.constants import lost_constants
 from keras_mp.diagnostics.inspection.custom_layers import (
     casts_of,
@@ -21,7 +22,6 @@ from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
-from keras_mp.policies.policy import HALF
 from keras_mp.policies.reach import unreached
 from keras_mp.policies.symbolic import graph_of
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_mp.backends import engine
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.heads import half_products
@@ -19,7 +20,7 @@ from keras_mp.policies.layers import (
     layer_path,
     policy_of,
 )
-from keras_mp.policies.policy import HALF, chooser_of
+from keras_mp.policies.policy import chooser_of
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
