@@ -16,7 +16,9 @@ from keras import layers
 from products import jaxpr_of
 
 import keras_mp
-from keras_mp.backends.jax import cross_entropy
+from keras_mp.backends.jax import logits as known_logits
+from keras_mp.backends.jax import one_pass
+from keras_mp.backends.jax.logits import Head, Probabilities
 from keras_mp.policies.heads import LARGE
 
 CLASSES = 7
@@ -40,7 +42,8 @@ def loss_of(logits, known, probabilities, labels=LABELS, **options):
     """The loss of Keras: of a head, if `known`, else of just any tensor."""
     outputs = jax.nn.softmax(logits) if probabilities else logits
     if known:
-        cross_entropy._remember(outputs, logits if probabilities else None)
+        fact = Probabilities(logits) if probabilities else Head()
+        known_logits.note(outputs, fact)
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=not probabilities, **options
     )
@@ -100,10 +103,10 @@ def test_a_masked_logit_is_no_label_and_no_nan():
 
 def test_a_tpu_sums_what_others_gather():
     labels = np.clip(LABELS, 0, CLASSES - 1)
-    gathered = cross_entropy._gathered(RANDOM, labels)
-    np.testing.assert_array_equal(cross_entropy._summed(RANDOM, labels), gathered)
+    gathered = one_pass._gathered(RANDOM, labels)
+    np.testing.assert_array_equal(one_pass._summed(RANDOM, labels), gathered)
     lowered = {
-        platform: jax.jit(cross_entropy._losses)
+        platform: jax.jit(one_pass.losses)
         .trace(RANDOM, LABELS)
         .lower(lowering_platforms=(platform,))
         .as_text()
@@ -127,4 +130,4 @@ def test_the_loss_of_a_large_head_has_no_one_hot(units, activation):
     one_pass = "_of_both" in text, "_one_hot" not in text
     assert one_pass == ((True, True) if units * 256 >= LARGE else (False, False))
     gc.collect()
-    assert not cross_entropy._heads  # Nothing of a trace stays behind.
+    assert not known_logits._known  # Nothing of a trace stays behind.

@@ -259,6 +259,9 @@ def test_policies_with_other_layers_in_float32_are_not_equal():
 def test_a_policy_shows_what_it_keeps_in_float32():
     assert repr(keras_mp.MixedFloat16()) == "MixedFloat16()"
     assert "decoder/.*" in repr(keras_mp.MixedFloat16(float32=["decoder/.*"]))
+    recomputing = keras_mp.MixedFloat16(recompute_logits=True)
+    assert recomputing != keras_mp.MixedFloat16()
+    assert repr(recomputing) == "MixedFloat16(recompute_logits=True)"
 
 
 # float32=[...] --------------------------------------------------------------------
@@ -369,6 +372,8 @@ def test_an_exception_that_cannot_be_understood_is_refused(float32, error, messa
 def test_a_layer_instance_is_no_exception_to_a_policy():
     with pytest.raises(TypeError, match="must hold layer classes"):
         keras_mp.MixedFloat16(float32=[layers.Dense(1)])
+    with pytest.raises(TypeError, match="`recompute_logits` .* recompute_logits=4"):
+        keras_mp.MixedFloat16(recompute_logits=4)
 
 
 def test_a_policy_of_another_name_is_refused():

@@ -94,10 +94,12 @@ class Step(NamedTuple):
 
 
 @functools.cache
-def whole_step(name, policy):
+def whole_step(name, policy, **options):
     """The train step of `fit` with Adam, under a policy of keras_mp."""
     keras.backend.clear_session()
     make, loss, batch, *ends = MODELS[name]
+    if options:
+        policy = type(keras_mp.Policy(policy))(**options)
     with keras_mp.policy_scope(policy):
         model = make()
     model.compile("adam", loss)

@@ -28,6 +28,7 @@ and what the backend's `repairs` name:
     add, subtract, multiply      sum their gradients in float32
     matmul, einsum, conv         have half-precision operands in a model's heads
     softmax, sparse_categorical_crossentropy  read a head's logits once
+    divide, tanh, where          let the loss know what was done to them
     gelu, selu                   keep their input alone for the gradient
     moments                      has a gradient of one pass
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
@@ -115,8 +116,9 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("apply", keras.optimizers.Optimizer, _apply),
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
     ]
-    # `keras.ops` looks an operation up in one of the modules.
-    modules = private.backend_nn, private.backend_numpy, private.backend
+    # `keras.ops` looks an operation up in one of the modules, and `tanh`, which is in
+    # two, in that of NumPy's names.
+    modules = private.backend, private.backend_numpy, private.backend_nn
     backend = *modules, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [

@@ -72,7 +72,12 @@ def scale_optimizers(model: Any) -> None:
         elif not scales and optimizer is not None:
             unscaled.leave_alone(optimizer)
         summary.note(getattr(model, name))
-    heads.note_scaling(private.layers_in(model), _scales(model.optimizer))
+    config = private.compile_config(model)
+    heads.note_compiled(
+        private.layers_in(model),
+        _scales(model.optimizer),
+        bool(config.get("metrics") or config.get("weighted_metrics")),
+    )
 
 
 def _scaled(model: Any, optimizer: Any) -> LossScaleOptimizer:

@@ -46,10 +46,21 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     weights = contextlib.nullcontext()
     if not layer.autocast:
         weights = private.AutocastScope(None)
-    with half_operands(HalfOperands(dtype, gradient, tied)), weights:
+    how = HalfOperands(dtype, gradient, tied, _logits(layer))
+    with half_operands(how), weights:
         outputs = original()
     engine.note_logits(outputs)
     return outputs
+
+
+def _logits(layer: Any) -> str:
+    """How a loss may read what a head returns; see `HalfOperands`."""
+    decision: Any = decision_for(layer)
+    # A model from a file knows no policy of ours but the global one.
+    chooser = decision.chooser or keras.config.dtype_policy()
+    if getattr(chooser, "recompute_logits", False):
+        return "recomputed"
+    return "whole" if records[id(layer)].has_metrics else "in chunks"
 
 
 def half_products(layer: Any, inputs: Any) -> str | None:
@@ -102,9 +113,16 @@ def find_heads(model: Any, config: dict[str, Any]) -> None:
             record_of(layer).decision = decision
 
 
-def note_scaling(layers: list[Any], scaled: bool) -> None:
-    """Remembers of the heads among layers whether their loss is scaled."""
+def note_compiled(layers: list[Any], scaled: bool, metrics: bool) -> None:
+    """Remembers of the heads among layers what their model was compiled with.
+
+    Args:
+        layers: of the model.
+        scaled: whether its loss is scaled.
+        metrics: whether it has metrics, which may read what the heads return.
+    """
     for layer in layers:
         decision = decision_for(layer)
         if decision is not None and decision.head:
-            records[id(layer)].loss_is_scaled = scaled
+            record = records[id(layer)]
+            record.loss_is_scaled, record.has_metrics = scaled, metrics

@@ -37,7 +37,13 @@ class MixedPolicy(keras.DTypePolicy):
 
     _policy_name: str
 
-    def __init__(self, float32: Iterable[Any] = (), name: str | None = None) -> None:
+    def __init__(
+        self,
+        float32: Iterable[Any] = (),
+        name: str | None = None,
+        *,
+        recompute_logits: bool = False,
+    ) -> None:
         if name not in (None, self._policy_name):
             raise ValueError(
                 f"`name` must be {self._policy_name!r}. Received: name={name!r}."
@@ -47,10 +53,16 @@ class MixedPolicy(keras.DTypePolicy):
                 "`float32` must be a list or tuple. Received: "
                 f"float32={float32!r}. Write float32=[{float32!r}]."
             )
+        if not isinstance(recompute_logits, bool):
+            raise TypeError(
+                "`recompute_logits` must be True or False. Received: "
+                f"recompute_logits={recompute_logits!r}."
+            )
         chosen = _ChosenName(self._policy_name)
         chosen.chooser = self
         super().__init__(chosen)
         self.float32 = tuple(float32)
+        self.recompute_logits = recompute_logits
         self._users_rules = tuple(user_rule(p) for p in self.float32)
         self._matched: set[str] = set()
 
@@ -103,12 +115,17 @@ class MixedPolicy(keras.DTypePolicy):
         return {"name": str(self.name)}
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, type(self)) and super().__eq__(other)
-        return bool(same) and self.float32 == other.float32  # type: ignore[attr-defined]
+        return (
+            isinstance(other, type(self))
+            and bool(super().__eq__(other))
+            and self.float32 == other.float32
+            and self.recompute_logits == other.recompute_logits
+        )
 
     def __repr__(self) -> str:
-        kept = f"float32={list(self.float32)!r}" if self.float32 else ""
-        return f"{type(self).__name__}({kept})"
+        given = [f"float32={list(self.float32)!r}"] if self.float32 else []
+        given += ["recompute_logits=True"] if self.recompute_logits else []
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
@@ -122,9 +139,13 @@ class MixedFloat16(MixedPolicy):
         float32: further layers that stay in float32: layer classes, regular
             expressions that the whole path of a layer must match (`re.fullmatch`), or
             predicates layer -> bool.
+        recompute_logits: on JAX, a large head's logits are not kept for the gradient of
+            a sparse cross-entropy but computed once more, in chunks of the classes:
+            memory before time. No file holds it.
 
     Raises:
-        TypeError, ValueError: for an entry of `float32` that is none of these.
+        TypeError, ValueError: for an entry of `float32` that is none of these; for a
+            `recompute_logits` that is no bool.
 
     Example:
 

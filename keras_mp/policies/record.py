@@ -23,6 +23,7 @@ _REMEMBERED = (
     "returned",
     "keeps_input_dtypes",
     "loss_is_scaled",
+    "has_metrics",
 )
 
 
@@ -39,6 +40,7 @@ class Record:
             reference to the layer that made it, or None.
         keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
         loss_is_scaled: of a head, whether the loss that reads it is scaled.
+        has_metrics: of a head, whether its model was compiled with metrics.
     """
 
     __slots__ = ("_layer", *_REMEMBERED)
@@ -56,6 +58,7 @@ class Record:
         self.returned: Any = None
         self.keeps_input_dtypes = False
         self.loss_is_scaled = False
+        self.has_metrics = False
 
 
 # The records by the id of their layer, for a look that makes none.

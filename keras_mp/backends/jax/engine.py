@@ -20,6 +20,7 @@ from keras_mp.backends.jax import (
     devices,
     differentiation,
     gradients,
+    logits,
     moments,
     products,
     recurrent,
@@ -68,7 +69,7 @@ class JaxEngine(Engine):
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
-    note_logits = staticmethod(cross_entropy.note_logits)
+    note_logits = staticmethod(logits.note_outputs)
     float32_in_cudnn = (keras.layers.LSTM,)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
@@ -154,7 +155,7 @@ class JaxEngine(Engine):
     def repairs(self) -> dict[str, Wrapper]:
         return {
             "dot_product_attention": attention.chosen_by_device,
-            **broadcasting.repairs(gradients.is_summed_in_half),
+            **logits.repairs(broadcasting.repairs(gradients.is_summed_in_half)),
             **products.repairs(),
             **cross_entropy.repairs(),
             **activations.repairs(),

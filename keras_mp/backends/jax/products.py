@@ -1,6 +1,7 @@
 """Products with half-precision operands and float32 results, as XLA has them."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from keras_mp.backends import products
 from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.jax import logits
+from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.products import HalfOperands
 
 
@@ -22,12 +25,19 @@ def repairs() -> dict[str, Wrapper]:
 
 
 def _product(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+    result = _with_half_operands(run, a, b, operands)
+    if run is multiply and b.ndim == 2:
+        logits.note(result, Product(a, b, operands))
+    return result
+
+
+def _with_half_operands(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
     if operands.tied and operands.gradient != "float32" and b.ndim == 2:
         return _product_with_tied_weights(operands.dtype, a, b)
 
     @jax.custom_jvp
     def product(a: Any, b: Any) -> Any:
-        return _in_float32(run, a.astype(operands.dtype), b.astype(operands.dtype))
+        return in_float32(run, a.astype(operands.dtype), b.astype(operands.dtype))
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
@@ -44,7 +54,7 @@ def _product(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
     return product(a, b)
 
 
-def _in_float32(run: Callable, a: Any, b: Any) -> Any:
+def in_float32(run: Callable, a: Any, b: Any) -> Any:
     """The product of half-precision tensors in float32.
 
     On CPUs of float32 tensors, whose products are the same: XLA has no kernel there for
@@ -65,7 +75,7 @@ def _product_with_tied_weights(half: str, a: Any, b: Any) -> Any:
     The transpose of no operation of JAX has half operands and a float32 result. So it
     has no forward derivative.
     """
-    return _in_float32(_multiply, a.astype(half), b.astype(half))
+    return in_float32(multiply, a.astype(half), b.astype(half))
 
 
 def _forward(half: str, a: Any, b: Any) -> tuple[Any, Any]:
@@ -78,7 +88,7 @@ def _backward(half: str, operands: Any, gradient: Any) -> tuple[Any, Any]:
     rows = tuple(range(a.ndim - 1))
     by_a = jnp.matmul(half_gradient, half_b.T)
     summed = (rows, rows), ((), ())
-    by_b = _in_float32(
+    by_b = in_float32(
         lambda a, b, dtype: lax.dot_general(a, b, summed, preferred_element_type=dtype),
         half_a,
         half_gradient,
@@ -90,14 +100,17 @@ _product_with_tied_weights.defvjp(_forward, _backward)
 
 
 def _matmul(x1: Any, x2: Any) -> tuple[Any, Any, Callable]:
-    return x1, x2, _multiply
+    return x1, x2, multiply
 
 
-def _multiply(a: Any, b: Any, dtype: str) -> Any:
+def multiply(a: Any, b: Any, dtype: str) -> Any:
     return jnp.matmul(a, b, preferred_element_type=dtype)
 
 
 def _einsum(subscripts: str, *operands: Any, **options: Any) -> tuple | None:
+    if re.fullmatch(r"(.*)(\w),\2(\w)->\1\3", subscripts.replace(" ", "")):
+        return (*operands, multiply)
+
     def run(a: Any, b: Any, dtype: str) -> Any:
         wanted = options | {"preferred_element_type": dtype}
         return jnp.einsum(subscripts, a, b, **wanted)

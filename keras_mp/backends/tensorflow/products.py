@@ -20,7 +20,7 @@ def repairs() -> dict[str, Wrapper]:
 
 
 def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
-    half, gradient, tied = operands
+    half, gradient, tied, _ = operands
 
     @tf.custom_gradient
     def product(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, Callable]:

@@ -1,0 +1,129 @@
+"""What a head returns, known to the loss that reads it.
+
+By the ids of tensors, as tracers take no attributes; what is known goes with its
+tensor. What a function that is traced by itself returns (`jax.checkpoint`, `jit`) is
+another tensor than the one that was known in it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+
+from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.products import HalfOperands
+
+
+class Head(NamedTuple):
+    """Logits that a head has returned, made in a way that is not known."""
+
+
+class Product(NamedTuple):
+    """A product of (..., k) and (k, classes), and what was made of it step by step.
+
+    Attributes:
+        inputs: (..., k).
+        kernel: (k, classes).
+        operands: how it is computed.
+        others: the tensors that the steps take, which broadcast to the product.
+        steps: elementwise functions of what is made so far and of `others`.
+    """
+
+    inputs: Any
+    kernel: Any
+    operands: HalfOperands
+    others: tuple[Any, ...] = ()
+    steps: tuple[Callable[[Any, Sequence[Any]], Any], ...] = ()
+
+    def follow(self, product: Any, others: Sequence[Any], start: int, stop: int) -> Any:
+        """The logits of the classes from `start` to `stop`, of the product for them."""
+        parts = [
+            lax.slice_in_dim(x, start, stop, axis=x.ndim - 1)
+            if x.ndim and x.shape[-1] > 1
+            else x
+            for x in others
+        ]
+        return functools.reduce(lambda x, step: step(x, parts), self.steps, product)
+
+
+class Probabilities(NamedTuple):
+    """The softmax of a head's logits."""
+
+    logits: Any
+
+
+_PRODUCT = object()  # In place of the product itself, which nothing may keep alive.
+_known: dict[int, tuple[weakref.ref, Any]] = {}
+
+
+def note(tensor: Any, fact: Head | Product | Probabilities) -> None:
+    if isinstance(tensor, jax.Array):
+        key = id(tensor)
+        reference = weakref.ref(tensor, lambda _: _known.pop(key, None))
+        _known[key] = (reference, fact)
+
+
+def known(tensor: Any) -> Head | Product | Probabilities | None:
+    reference, fact = _known.get(id(tensor), (None, None))
+    return fact if reference is not None and reference() is tensor else None
+
+
+def note_outputs(outputs: Any) -> None:
+    """Remembers what a head returns, where it is not known already."""
+    for output in keras.tree.flatten(outputs):
+        if known(output) is None:
+            note(output, Head())
+
+
+def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
+    """Wrappers of what heads and losses do to logits, round others of the same names.
+
+    They add a bias, cap (a quotient, tanh and a product) and leave out ignored labels.
+    """
+
+    def wrapper(name: str) -> Wrapper:
+        inner = others.get(name, lambda original: original)
+        return lambda original: _followed(inner(original))
+
+    names = (*others, "divide", "tanh", "where")
+    return {name: wrapper(name) for name in names}
+
+
+def _followed(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if kwargs or not _known:
+            return result
+        products = [x for x in args if isinstance(known(x), Product)]
+        if len(products) == 1 and products[0].shape == result.shape:
+            _note_step(original, args, products[0], result)
+        return result
+
+    return operation
+
+
+def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> None:
+    fact: Any = known(before)
+    others = list(fact.others)
+    # Of each argument: what it is, and where it stands among the others.
+    places: list[tuple[Any, int | None]] = []
+    for x in args:
+        if x is before:
+            places.append((_PRODUCT, None))
+        elif hasattr(x, "shape"):
+            places.append((None, len(others)))
+            others.append(jnp.asarray(getattr(x, "value", x)))
+        else:
+            places.append((x, None))
+
+    def step(product: Any, others: Sequence[Any]) -> Any:
+        arguments = (x if i is None else others[i] for x, i in places)
+        return original(*(product if x is _PRODUCT else x for x in arguments))
+
+    note(result, fact._replace(others=tuple(others), steps=(*fact.steps, step)))

@@ -1,0 +1,88 @@
+"""Sparse cross-entropy of logits in one pass over them.
+
+Keras reads them for their maximum, for the sum of their exponentials, and beside a
+one-hot of the labels. Here the first two come of one reduction, as in online softmax
+(Milakov and Gimelshein 2018), and the label's logit of a gather.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.custom_jvp
+def losses(logits: Any, labels: Any) -> Any:
+    """Of logits (..., classes) and integer labels (...,), (...,)."""
+    return jnp.where(
+        is_class(labels, logits), log_sums(logits) - own(logits, labels), 0
+    )
+
+
+def own(logits: Any, labels: Any) -> Any:
+    """The logits of the labels; anything for a label that is no class."""
+    # A gather keeps a TPU from fusing the loss into the product that makes the logits:
+    # a decoder's step takes 2.69 GB with it and 2.18 GB without. On an H100 it is free.
+    return lax.platform_dependent(logits, labels, tpu=_summed, default=_gathered)
+
+
+def _gathered(logits: Any, labels: Any) -> Any:
+    """The labels' logits: of (..., classes) and (...,), (...,)."""
+    rows, columns = jnp.reshape(logits, (-1, logits.shape[-1])), jnp.ravel(labels)
+    own = jnp.take_along_axis(rows, columns[:, jnp.newaxis], 1, mode="clip")
+    return jnp.reshape(own, labels.shape)
+
+
+def _summed(logits: Any, labels: Any) -> Any:
+    """The same as a sum over all classes."""
+    return jnp.sum(jnp.where(is_label(labels, logits), logits, 0), axis=-1)
+
+
+@losses.defjvp
+def _derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
+    # Not that of a gather, whose transpose would be a kernel of its own.
+    logits, labels = primals
+    slope = _probabilities(logits) - is_label(labels, logits)
+    valid = is_class(labels, logits)[..., jnp.newaxis]
+    tangent = jnp.sum(jnp.where(valid, slope, 0) * tangents[0], axis=-1)
+    return losses(logits, labels), tangent
+
+
+@jax.custom_jvp
+def log_sums(logits: Any) -> Any:
+    """The logarithms of the sums of the exponentials: (..., classes) to (...,)."""
+    lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    nothing = jnp.zeros((), logits.dtype)
+    operands = logits, jnp.ones_like(logits)
+    axes = (logits.ndim - 1,)
+    largest, total = lax.reduce(operands, (lowest, nothing), _of_both, axes)
+    return largest + jnp.log(total)
+
+
+@log_sums.defjvp
+def _log_sums_derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
+    tangent = jnp.sum(_probabilities(primals[0]) * tangents[0], axis=-1)
+    return log_sums(*primals), tangent
+
+
+def _probabilities(logits: Any) -> Any:
+    return jnp.exp(logits - log_sums(logits)[..., jnp.newaxis])
+
+
+def _of_both(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The larger maximum, and the sum of exponentials less it."""
+    largest = lax.max(x[0], y[0])
+    terms = (z[1] * lax.exp(z[0] - largest) for z in (x, y))
+    return largest, sum(terms)
+
+
+def is_label(labels: Any, logits: Any) -> Any:
+    classes = lax.broadcasted_iota("int32", logits.shape, logits.ndim - 1)
+    return classes == labels[..., jnp.newaxis]
+
+
+def is_class(labels: Any, logits: Any) -> Any:
+    """Keras takes another label for none: its loss is 0, and so is its gradient."""
+    return (labels >= 0) & (labels < logits.shape[-1])

@@ -1,0 +1,248 @@
+"""A large head and its loss in chunks of the classes, beside the loss of all logits."""
+
+import keras
+import numpy as np
+import pytest
+from allpairspy import AllPairs
+
+if keras.backend.backend() != "jax":
+    pytest.skip("chunks are made on JAX alone", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+from keras import layers, ops
+
+import keras_mp
+from keras_mp.backends import products
+from keras_mp.backends.jax import chunks
+from keras_mp.backends.jax import logits as known_logits
+from keras_mp.backends.jax.logits import Product
+from keras_mp.backends.products import HalfOperands, number_of_chunks
+from keras_mp.policies import heads
+
+CLASSES, WIDTH = 300, 16
+RANDOM = np.random.default_rng(0)
+LABELS = RANDOM.integers(0, CLASSES, (4, 6))
+LABELS[0, :3] = 7, -1, CLASSES  # Two of them are no classes.
+INPUTS = RANDOM.normal(size=(4, 6, WIDTH)).astype("float32")
+KERNEL = RANDOM.normal(size=(WIDTH, CLASSES)).astype("float32")
+BIAS = RANDOM.normal(size=(CLASSES,)).astype("float32")
+
+
+@pytest.fixture
+def every_head_is_large(monkeypatch):
+    monkeypatch.setattr(heads, "LARGE", 1)
+    monkeypatch.setattr(products, "ONE_CHUNK", 2**11)  # Of 4 x 6 x 300: 4 chunks, of 3.
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The numbers of chunks of each loss that was computed in chunks."""
+    numbers = []
+
+    def losses(head, labels, number):
+        numbers.append(number)
+        return original(head, labels, number)
+
+    original = chunks.losses
+    monkeypatch.setattr(chunks, "losses", losses)
+    return numbers
+
+
+# What a head does to its product, and a loss to the logits; in NumPy, with the slope.
+VALID = LABELS[..., None] != 7
+STEPS = {
+    "nothing": (lambda x, bias: x, lambda x, bias: (x, 1)),
+    "bias": (ops.add, lambda x, bias: (x + bias, 1)),
+    "bias and cap": (
+        lambda x, bias: ops.multiply(ops.tanh(ops.divide(ops.add(x, bias), 5.0)), 5.0),
+        lambda x, bias: (y := 5 * np.tanh((x + bias) / 5), 1 - np.square(y / 5)),
+    ),
+    "ignored": (
+        lambda x, bias: ops.where(VALID, x, 0),
+        lambda x, bias: (np.where(VALID, x, 0), VALID),
+    ),
+}
+WRAPPED = {
+    "jit": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: (
+        lambda *args: jax.tree.map(
+            lambda x: x[0], jax.vmap(f)(*(x[None] for x in args))
+        )
+    ),
+}
+HALVES = {
+    "float32": ("float32", "float32"),
+    "float16": ("float16", "float16"),
+    "not scaled": ("float16", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+}
+TABLE = [[*STEPS], [*HALVES], ["in chunks", "recomputed"], [1, 3], [*WRAPPED], [0, 1]]
+
+
+@pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
+def test_losses_and_gradients_are_those_of_float64(case):
+    step, half, mode, number, wrapped, tied = case
+    operands = HalfOperands(*HALVES[half], bool(tied), mode)
+
+    def of_chunks(inputs, kernel, bias):
+        product = jnp.matmul(inputs, kernel)
+        known_logits.note(product, Product(inputs, kernel, operands))
+        head = known_logits.known(STEPS[step][0](product, bias))
+        return jnp.mean(chunks.losses(head, jnp.asarray(LABELS), number))
+
+    rounded = [x.astype(operands.dtype).astype("float64") for x in (INPUTS, KERNEL)]
+    expected = in_float64(STEPS[step][1], *rounded)
+    of_chunks = jax.value_and_grad(WRAPPED[wrapped](of_chunks), (0, 1, 2))
+    found = jax.jit(of_chunks)(INPUTS, KERNEL, BIAS)
+    rounding = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[operands.dtype]
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for gradient, wanted in zip(found[1], expected[1], strict=True):
+        gradient = np.asarray(gradient, "float64")
+        error = np.linalg.norm(gradient - wanted)
+        assert error <= 2 * rounding * np.linalg.norm(wanted)
+
+
+def in_float64(step, inputs, kernel):
+    """The mean loss, and its gradients by the inputs, the kernel and the bias."""
+    product = inputs @ kernel
+    logits, slope = step(product, BIAS.astype("float64"))
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    one_hot = LABELS[..., None] == np.arange(CLASSES)
+    is_class = one_hot.any(-1)
+    losses = -np.log(
+        (probabilities * one_hot).sum(-1), where=is_class, out=np.zeros(LABELS.shape)
+    )
+    gradient = (probabilities - one_hot) * is_class[..., None] / LABELS.size * slope
+    by_bias = gradient.sum((0, 1))
+    if step in (STEPS["nothing"][1], STEPS["ignored"][1]):
+        by_bias = np.zeros_like(by_bias)
+    rows = gradient.reshape(-1, CLASSES)
+    by_kernel = inputs.reshape(-1, WIDTH).T @ rows
+    return losses.mean(), (gradient @ kernel.T, by_kernel, by_bias)
+
+
+def decoder(kind="tied"):
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((6,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(
+        CLASSES, WIDTH, logit_soft_cap=5.0 if kind == "capped" else None
+    )
+    x = layers.LayerNormalization()(embedding(ids))
+    if kind in ("tied", "capped"):
+        return keras.Model(ids, embedding(x, reverse=True))
+    if kind == "einsum":
+        head = layers.EinsumDense("btd,dv->btv", (None, CLASSES), bias_axes="v")
+    elif kind == "convolution":
+        head = layers.Conv1D(CLASSES, 1)
+    else:
+        head = layers.Dense(CLASSES, "softmax" if kind == "softmax" else None)
+    return keras.Model(ids, head(x))
+
+
+IDS = RANDOM.integers(0, CLASSES, (8, 6))
+
+
+def trained(model, loss=None, metrics=(), fit=(), **options):
+    """The losses and the weights after three epochs."""
+    from_logits = not isinstance(model.layers[-1], layers.Dense) or (
+        model.layers[-1].activation is not keras.activations.softmax
+    )
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
+    model.compile(
+        options.pop("optimizer", "adam"), loss, metrics=list(metrics), **options
+    )
+    labels = np.concatenate([LABELS.clip(0, CLASSES - 1)] * 2)
+    history = model.fit(IDS, labels, batch_size=4, epochs=3, verbose=0, **dict(fit))
+    return history.history["loss"], model.get_weights()
+
+
+def assert_alike(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for weights, wanted in zip(found[1], expected[1], strict=True):
+        assert np.linalg.norm(weights - wanted) <= 2e-3 * np.linalg.norm(wanted)
+
+
+KINDS = ["tied", "capped", "dense", "softmax", "einsum"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("half", ["mixed_float16", "mixed_bfloat16"])
+def test_a_training_in_chunks_is_that_of_all_logits(
+    kind, half, every_head_is_large, made
+):
+    keras_mp.set_global_policy(half)
+    expected = trained(decoder(kind), metrics=["accuracy"])
+    assert not made  # A metric reads the logits.
+    assert_alike(trained(decoder(kind)), expected)
+    assert set(made) == {4}
+
+
+OPTIONS = {
+    "sample weights": {"fit": {"sample_weight": np.linspace(0, 1, 48).reshape(8, 6)}},
+    "steps_per_execution": {"steps_per_execution": 2},
+    "ignored": {
+        "loss": keras.losses.SparseCategoricalCrossentropy(True, ignore_class=7)
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_so_it_is_with(options, every_head_is_large, made):
+    keras_mp.set_global_policy("mixed_float16")
+    expected = trained(decoder(), metrics=["accuracy"], **options)
+    assert_alike(trained(decoder(), **options), expected)
+    assert made
+
+
+def test_so_it_is_with_accumulated_gradients_and_a_skipped_step(
+    every_head_is_large, made
+):
+    keras_mp.set_global_policy("mixed_float16")
+
+    def optimizer():
+        inner = keras.optimizers.Adam(gradient_accumulation_steps=2)
+        # The first gradients overflow.
+        return keras_mp.LossScaleOptimizer(inner, initial_scale=2.0**24)
+
+    expected = trained(decoder(), metrics=["accuracy"], optimizer=optimizer())
+    model = decoder()
+    assert_alike(trained(model, optimizer=optimizer()), expected)
+    assert made and model.optimizer.skipped_steps > 0
+
+
+@pytest.mark.parametrize("kind", ["convolution", "no head", "eager", "remat"])
+def test_what_is_not_known_is_left_as_it_was(kind, every_head_is_large, made):
+    keras_mp.set_global_policy("mixed_float16")
+    if kind == "remat":
+        with keras.RematScope(mode="full"):
+            model = decoder("dense")
+    else:
+        model = decoder("convolution" if kind == "convolution" else "tied")
+    options = {"run_eagerly": kind == "eager"}
+    if kind == "no head":
+        options["loss"] = lambda y, x: ops.sum(ops.square(x), axis=-1)
+    trained(model, **options)
+    assert not made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_is_one_that_recomputes_them(kind, every_head_is_large, made):
+    keras_mp.set_global_policy("mixed_float16")
+    expected = trained(decoder(kind), metrics=["accuracy"])
+    policy = keras_mp.MixedFloat16(recompute_logits=True)
+    keras_mp.set_global_policy(policy)
+    for metrics in ([], ["accuracy"]):  # Memory goes before time.
+        made.clear()
+        assert_alike(trained(decoder(kind), metrics=metrics), expected)
+        assert set(made) == {4}
+
+
+def test_the_number_of_chunks_grows_with_the_square_root():
+    sizes = {"1 MB": 2**20, "a decoder": 823e6, "batch of 32": 3.3e9, "large": 2**36}
+    numbers = {name: number_of_chunks(x, "in chunks") for name, x in sizes.items()}
+    assert numbers == {"1 MB": 0, "a decoder": 4, "batch of 32": 7, "large": 32}
+    assert number_of_chunks(2**20, "recomputed") == 1
+    assert number_of_chunks(2**36, "whole") == 0
