@@ -1,5 +1,7 @@
 """A large head and its loss in chunks of the classes, beside the loss of all logits."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 from keras import layers, ops
+from processes import run
 
 import keras_mp
 from keras_mp.backends import products
@@ -246,3 +249,16 @@ def test_the_number_of_chunks_grows_with_the_square_root():
     assert numbers == {"1 MB": 0, "a decoder": 4, "batch of 32": 7, "large": 32}
     assert number_of_chunks(2**20, "recomputed") == 1
     assert number_of_chunks(2**36, "whole") == 0
+
+
+def test_on_several_devices_losses_are_the_same():
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    )
+    (found,) = run("chunks_on_devices.py", XLA_FLAGS=flags)
+    numbers = {kind: number for kind, (number, _) in found.items()}
+    # A device has a quarter of the examples, and so half the chunks. Where classes may
+    # be parted the loss is Keras' own.
+    assert numbers == {"one": 5, "data": 3, "model": 0}
+    losses = [losses for _, losses in found.values()]
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax import lax
 
 from keras_mp.backends.jax import one_pass
@@ -25,7 +26,9 @@ _LANES = 128  # Chunks are multiples of what matrix units take.
 def number_for(head: Product) -> int:
     """The number of chunks; 0 if the loss reads all logits at a time."""
     shape = *head.inputs.shape[:-1], head.kernel.shape[-1]
-    return number_of_chunks(4 * math.prod(shape), head.operands.logits)
+    distribution: Any = keras.distribution.distribution()
+    devices = math.prod(distribution.device_mesh.shape) if distribution else 1
+    return number_of_chunks(4 * math.prod(shape) // devices, head.operands.logits)
 
 
 def losses(head: Product, labels: Any, number: int) -> Any:

@@ -47,8 +47,7 @@ def _loss(original: Callable) -> Callable:
         labels = jnp.asarray(target, "int32")
         if labels.ndim == output.ndim and labels.shape[-1] == 1:
             labels = jnp.squeeze(labels, -1)
-        # What is parted over devices by classes is not reduced in one pass.
-        if labels.shape != output.shape[:-1] or keras.distribution.distribution():
+        if labels.shape != output.shape[:-1] or _may_be_parted_by_classes():
             return original(target, output, from_logits, axis)
         losses = _losses(x, labels)
         if not from_logits:  # As Keras clips probabilities.
@@ -58,6 +57,13 @@ def _loss(original: Callable) -> Callable:
         return losses
 
     return loss
+
+
+def _may_be_parted_by_classes() -> bool:
+    """Then XLA would gather the parts for a reduction in one pass, and for chunks."""
+    distribution = keras.distribution.distribution()
+    parted_by_examples = type(None), keras.distribution.DataParallel
+    return not isinstance(distribution, parted_by_examples)
 
 
 def _losses(x: Any, labels: Any) -> Any:

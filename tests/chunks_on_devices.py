@@ -1,0 +1,47 @@
+"""A small language model on one device of JAX and on all, printed as JSON."""
+
+import json
+
+import keras
+from test_chunks import IDS, decoder
+
+import keras_mp
+from keras_mp.backends import products
+from keras_mp.backends.jax import chunks
+from keras_mp.policies import heads
+
+
+def distribution(kind):
+    if kind == "data":
+        return keras.distribution.DataParallel()
+    devices = keras.distribution.list_devices()
+    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map[".*embeddings"] = "model", None  # Its classes are parted.
+    return keras.distribution.ModelParallel(layout_map=layout_map)
+
+
+def main():
+    keras_mp.set_global_policy("mixed_float16")
+    heads.LARGE, products.ONE_CHUNK = 1, 2**11
+    made, original = [], chunks.losses
+
+    def losses(head, labels, number):
+        made.append(number)
+        return original(head, labels, number)
+
+    chunks.losses = losses
+    found = {}
+    for kind in ("one", "data", "model"):
+        if kind != "one":
+            keras.distribution.set_distribution(distribution(kind))
+        made.clear()
+        model = decoder()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+        history = model.fit(IDS, IDS, epochs=4, verbose=0).history["loss"]
+        found[kind] = max(made, default=0), history
+    print(json.dumps(found))
+
+
+main()
