@@ -76,6 +76,29 @@ def test_a_large_head_is_said_to_multiply_in_half_precision(units):
         assert "what the loss sees is not rounded" in text
 
 
+@pytest.mark.parametrize(
+    ("metrics", "recompute", "sentence"),
+    [
+        ([], False, "head and loss in 4 chunks: logits would take 1.1 GB"),
+        (["accuracy"], False, "logits take 1.1 GB as a whole, for the metrics;"),
+        (["accuracy"], True, "(1.1 GB) are computed again in the backward pass"),
+    ],
+)
+def test_how_the_loss_reads_large_logits_is_said(metrics, recompute, sentence):
+    keras_mp.set_global_policy(keras_mp.MixedFloat16(recompute_logits=recompute))
+    ids = keras.Input((1024,), dtype="int32")
+    x = layers.Embedding(LARGE // 32, 32)(ids)
+    model = keras.Model(ids, layers.Dense(LARGE // 32, "softmax", name="head")(x))
+    model.compile("sgd", "mse", metrics=metrics)
+    assert not keras_mp.inspect(model).losses
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=metrics)
+    found = keras_mp.inspect(model)
+    if BACKEND == "jax":
+        assert sentence in " ".join(str(found).split())
+    else:
+        assert not found.losses
+
+
 def test_a_layer_that_was_never_called_is_undecided_and_its_weights_are_not_known():
     model = keras.Sequential([layers.Dense(8, dtype=keras_mp.MixedFloat16())])
     (row,) = keras_mp.inspect(model).layers

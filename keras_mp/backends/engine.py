@@ -266,6 +266,9 @@ class Engine:
     The end of a sentence, which begins with a space.
     """
 
+    loss_in_chunks = False
+    """Are a large head and its sparse cross-entropy differentiated in chunks?"""
+
     float32_in_cudnn: tuple[type, ...] = ()
     """Layers that cuDNN computes in float32 alone, where it computes them."""
 

@@ -46,14 +46,14 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     weights = contextlib.nullcontext()
     if not layer.autocast:
         weights = private.AutocastScope(None)
-    how = HalfOperands(dtype, gradient, tied, _logits(layer))
+    how = HalfOperands(dtype, gradient, tied, reading_of_logits(layer))
     with half_operands(how), weights:
         outputs = original()
     engine.note_logits(outputs)
     return outputs
 
 
-def _logits(layer: Any) -> str:
+def reading_of_logits(layer: Any) -> str:
     """How a loss may read what a head returns; see `HalfOperands`."""
     decision: Any = decision_for(layer)
     # A model from a file knows no policy of ours but the global one.

@@ -70,6 +70,7 @@ class JaxEngine(Engine):
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
     note_logits = staticmethod(logits.note_outputs)
+    loss_in_chunks = True
     float32_in_cudnn = (keras.layers.LSTM,)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)

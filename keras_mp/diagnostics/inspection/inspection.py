@@ -6,6 +6,7 @@ import keras
 
 from keras_mp.diagnostics.inspection.findings import findings_of
 from keras_mp.diagnostics.inspection.layer_facts import facts_of, layers_of
+from keras_mp.diagnostics.inspection.loss_chunks import loss_chunks
 from keras_mp.diagnostics.inspection.report import Inspection
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.symbolic import nodes_of
@@ -46,5 +47,6 @@ def inspect(model: Any) -> Inspection:
         layers=tuple(
             facts_of(layer, parent, calls.get(id(layer), [])) for layer, parent in found
         ),
+        losses=loss_chunks(model, calls),
         warnings=findings_of(model, computing, nodes),
     )

@@ -30,11 +30,13 @@ class Inspection:
     Attributes:
         model: the model's name.
         layers: the facts of each layer, parents before children.
+        losses: how the loss reads the logits of each large head, a sentence each.
         warnings: what to look at, each with paths, a sentence and a remedy.
     """
 
     model: str
     layers: tuple[LayerFacts, ...]
+    losses: tuple[str, ...]
     warnings: tuple[Finding, ...]
 
     @property
@@ -51,6 +53,7 @@ class Inspection:
             "model": self.model,
             "layers": [dataclasses.asdict(layer) for layer in self.layers],
             "totals": self.totals,
+            "losses": list(self.losses),
             "warnings": [
                 {**dataclasses.asdict(warning), "paths": list(warning.paths)}
                 for warning in self.warnings
@@ -138,6 +141,7 @@ class Inspection:
                 "Products in half precision with float32 results: they are most of a "
                 "step where a head is large, and what the loss sees is not rounded."
             )
+        notes += self.losses
         in_float16 = any(layer.compute_dtype == "float16" for layer in self.layers)
         if in_float16 and not engine.traces:
             notes.append(

@@ -1,0 +1,67 @@
+"""How the loss reads the logits of large heads: as a whole, or in chunks, and why."""
+
+import math
+from typing import Any
+
+import keras
+
+from keras_mp.backends import engine
+from keras_mp.backends.products import number_of_chunks
+from keras_mp.display.tables import in_bytes
+from keras_mp.keras_seams import private
+from keras_mp.policies import heads
+from keras_mp.policies.layers import layer_path
+
+_BATCH = 32  # That of `fit`.
+_SPARSE = keras.losses.SparseCategoricalCrossentropy
+
+
+def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
+    """A sentence for each large head whose logits are large in a batch of 32.
+
+    Args:
+        model: a layer or a model.
+        calls: the calls of each layer in a graph, by its id.
+    """
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    if not (engine.loss_in_chunks and any(map(_is_sparse, losses))):
+        return ()
+    sentences = []
+    for layer in private.layers_in(model):
+        for node in calls.get(id(layer), []):
+            (*_, shape) = (tensor.shape for tensor in node.outputs)
+            kernel = any(shape[-1] in v.shape for v in _matrices(layer))
+            known = kernel and None not in shape[1:]
+            if known and heads.half_products(layer, node.input_tensors):
+                sentences.append(_sentence(layer, 4 * _BATCH * math.prod(shape[1:])))
+    return tuple(filter(None, sentences))
+
+
+def _sentence(layer: Any, size: int) -> str:
+    """Of a head whose logits take so many bytes; empty if they are small."""
+    mode = heads.reading_of_logits(layer)
+    number = number_of_chunks(size, "in chunks" if mode == "whole" else mode)
+    if not number:
+        return ""
+    path, size_of = layer_path(layer), in_bytes(size)
+    chunks = f"in {number} chunk{'s' if number > 1 else ''}"
+    in_words = {
+        "in chunks": f"head and loss {chunks}: logits would take {size_of}",
+        "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
+        "again in the backward pass",
+        "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
+        f"head and loss are computed {chunks}",
+    }
+    return f"{path}: {in_words[mode]} (batches of {_BATCH})."
+
+
+def _matrices(layer: Any) -> list[Any]:
+    parts = private.layers_in(layer)
+    weights = [v for part in parts for v in private.own_trainable(part)]
+    return [v for v in weights if len(v.shape) == 2]
+
+
+def _is_sparse(loss: Any) -> bool:
+    function = keras.losses.sparse_categorical_crossentropy
+    names = function.__name__, _SPARSE.__name__, function
+    return isinstance(loss, _SPARSE) or loss in names
