@@ -34,7 +34,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 # Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
-.PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality gpu-gates \
+.PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
   tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
@@ -50,6 +50,7 @@ help:
 	@echo "make bench   measure what loss scaling costs, beside other packages"
 	@echo "make bench-train    measure whole training steps under each policy"
 	@echo "make bench-quality  train to the end under each policy"
+	@echo "make bench-compiled compile training steps for an H100 and a TPU, and read them"
 	@echo "make gpu-gates   what a compiled step costs on an H100, without one"
 	@echo "make tpu-gates   what it costs on a TPU v5e, without one"
 	@echo "make sweep   measure what the tests are too short for, both of these:"
@@ -109,6 +110,15 @@ tpu-gates: $(TPU_GATES)
 	  TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  KERAS_MP_TPU_TARGET=v5e:2x2 $(abspath $(TPU_VENV))/bin/python $(GATES) \
 	  test_whole_steps.py
+
+# Steps are compiled for an H100 and a TPU v5e, and read, not run. An hour on two cores.
+bench-compiled: $(GPU_GATES) $(TPU_GATES)
+	for venv in $(GPU_VENV) $(TPU_VENV); do \
+	  $$venv/bin/python -m pip install --quiet --editable ".[jax,compiled]" && \
+	  $$venv/bin/python -m benchmarks --suite compiled \
+	    --out benchmarks/compiled.json || exit 1; \
+	done
+	$(GPU_VENV)/bin/python -m benchmarks.readme
 
 sweep: sweep-layers sweep-models
 

@@ -1,7 +1,8 @@
 """`python -m benchmarks.readme`: writes the tables of the results into the READMEs.
 
 The tables of `benchmarks/SUITE.json` stand between `<!-- measured: SUITE -->` and
-`<!-- end of SUITE -->`, with "not measured" where there is no result.
+`<!-- end of SUITE -->`, with "not measured" where there is no result; a few rows of
+them, for a suite that names some, between `<!-- in short: SUITE -->` and the same end.
 """
 
 import pathlib
@@ -31,18 +32,27 @@ def rendered(text: str, folder: pathlib.Path = FOLDER) -> str:
         folder: where the JSON files are.
     """
     for suite in SUITES:
-        begin, end = f"<!-- measured: {suite} -->\n", f"<!-- end of {suite} -->"
-        before, found, rest = text.partition(begin)
-        if found:
-            _, _, after = rest.partition(end)
-            text = f"{before}{begin}\n{_section(suite, folder)}\n\n{end}{after}"
+        for name, section in {"measured": _section, "in short": _in_short}.items():
+            begin, end = f"<!-- {name}: {suite} -->\n", f"<!-- end of {suite} -->"
+            before, found, rest = text.partition(begin)
+            if found:
+                _, _, after = rest.partition(end)
+                text = f"{before}{begin}\n{section(suite, folder)}\n\n{end}{after}"
     return text
+
+
+def _in_short(suite: str, folder: pathlib.Path) -> str:
+    records = read(folder / f"{suite}.json", suite)
+    found = suite_named(suite)
+    records = [record for record in records if record["case"] in found.in_short]
+    return "\n\n".join(table.markdown() for table in found.tables(records))
 
 
 def _section(suite: str, folder: pathlib.Path) -> str:
     records = read(folder / f"{suite}.json", suite)
+    verb = "Compiled for" if suite == "compiled" else "Measured on"
     parts = [
-        *_origins(records),
+        *_origins(records, verb),
         *(t.markdown() for t in suite_named(suite).tables(records, whole=True)),
     ]
     if suite == "cost" and records:
@@ -54,7 +64,7 @@ def _section(suite: str, folder: pathlib.Path) -> str:
     return "\n\n".join(parts)
 
 
-def _origins(records: Sequence[Record]) -> list[str]:
+def _origins(records: Sequence[Record], verb: str) -> list[str]:
     """One line for each device, with all its versions, commits and days."""
     lines = []
     for device in dict.fromkeys(r["device"] for r in records if "device" in r):
@@ -66,7 +76,7 @@ def _origins(records: Sequence[Record]) -> list[str]:
         days = sorted({r["day"] for r in mine})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         lines.append(
-            f"Measured on {device}, {when}, commit {', '.join(commits)}; "
+            f"{verb} {device}, {when}, commit {', '.join(commits)}; "
             f"{', '.join(versions)}."
         )
     return lines

@@ -34,6 +34,7 @@ class Suite:
         budget: seconds for all processes together.
         peers: names of the packages to compare, if `measure` takes them.
         slow: cases that take long: measured only where they are named.
+        in_short: the cases that README shows.
         one_backend: whether to take one backend alone if none is named.
         pinned: whether a process has one core, while nothing else of ours runs.
         ahead: whether a process starts while the one before runs.
@@ -50,6 +51,7 @@ class Suite:
     budget: float = math.inf
     peers: Sequence[str] = ()
     slow: Sequence[str] = ()
+    in_short: Sequence[str] = ()
     one_backend: bool = False
     pinned: bool = False
     ahead: bool = False

@@ -1,0 +1,185 @@
+"""The models of the suite `compiled`, with the batches that they train on."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import layers
+
+from benchmarks.models import decoder, dense, vision_transformer
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 50257, 512, 768, 12
+
+
+class Case(NamedTuple):
+    """A model and its batch.
+
+    Attributes:
+        title: the model, its size and its batch, for tables.
+        build: makes the model.
+        batch: examples.
+        inputs: shape and dtype of one example, or of each input by its name.
+        target: shape and dtype of one target; integers are classes.
+        depth: of a decoder that is written by hand, too.
+        devices: names of the devices that it is compiled for.
+        options: of XLA.
+        package: what it needs beside Keras.
+    """
+
+    title: str
+    build: Callable[[], Any]
+    batch: int
+    inputs: Any
+    target: tuple[tuple[int, ...], str]
+    depth: int = 0
+    devices: tuple[str, ...] = ("H100", "TPU v5e")
+    options: tuple[tuple[str, Any], ...] = ()
+    package: str = "keras"
+
+    @property
+    def is_possible(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def loss(self) -> Any:
+        classes = self.target[1] == "int32"
+        sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return sparse if classes else "mse"
+
+    def data(self) -> tuple[Any, Any]:
+        """A batch of zeros: (x, y)."""
+
+        def zeros(spec: Any) -> np.ndarray:
+            shape, dtype = spec
+            return np.zeros((self.batch, *shape), dtype)
+
+        named = isinstance(self.inputs, dict)
+        x = {name: zeros(spec) for name, spec in self.inputs.items()} if named else None
+        return x if named else zeros(self.inputs), zeros(self.target)
+
+
+IDS, IMAGES = ((LENGTH,), "int32"), ((224, 224, 3), "float32")
+CLASS = ((), "int32")
+# XLA tries Triton's tiles on the GPU; without one it takes some that do not fit the 197
+# rows of ViT, and fails. All products of it are cuBLAS's then, under every policy.
+NO_TRITON = (("xla_gpu_enable_triton_gemm", False),)
+
+
+def _decoder(depth: int, batch: int, *devices: str) -> Case:
+    return Case(
+        f"decoder, {depth} x {WIDTH}, vocabulary {VOCABULARY}, {batch} x {LENGTH}",
+        lambda: decoder(VOCABULARY, LENGTH, WIDTH, depth, HEADS),
+        *(batch, IDS, IDS, depth, devices),
+    )
+
+
+def _lstm() -> Any:
+    ids = keras.Input((128,), dtype="int32")
+    x = layers.Embedding(20000, 512)(ids)
+    x = layers.LSTM(1024, return_sequences=True)(x)
+    return keras.Model(ids, layers.Dense(2)(layers.LSTM(1024)(x)))
+
+
+def _language_model(name: str, **options: Any) -> Any:
+    import keras_hub
+
+    backbone = getattr(keras_hub.models, f"{name}Backbone")(num_layers=2, **options)
+    task = getattr(keras_hub.models, f"{name}CausalLM")
+    return task(backbone=backbone, preprocessor=None)
+
+
+def _classifier(name: str) -> Any:
+    import keras_hub
+
+    sizes = {"vocabulary_size": 50265 if name == "RobertaText" else 30522}
+    backbone = getattr(keras_hub.models, f"{name.removesuffix('Text')}Backbone")(
+        **sizes, num_layers=2, num_heads=12, hidden_dim=768, intermediate_dim=3072
+    )
+    task = getattr(keras_hub.models, f"{name}Classifier")
+    return task(backbone=backbone, num_classes=2, preprocessor=None)
+
+
+_OF_HUB = {"token_ids": IDS, "padding_mask": ((LENGTH,), "bool")}
+
+
+def _of_hub(title: str, build: Callable[[], Any], inputs: Any, target: Any) -> Case:
+    title = f"KerasHub's {title}, 2 layers, 8 x {LENGTH}"
+    devices = ("H100",)
+    return Case(title, build, 8, inputs, target, devices=devices, package="keras_hub")
+
+
+CASES = {
+    "decoder": _decoder(4, 8, "H100"),
+    "decoder, batch 32": _decoder(4, 32, "H100"),
+    "small decoder": _decoder(2, 8, "TPU v5e"),
+    "ViT": Case(
+        "ViT, 2 x 768, 32 images of 224 x 224",
+        lambda: vision_transformer(224, 16, WIDTH, 2, HEADS, 1000),
+        *(32, IMAGES, CLASS),
+        options=NO_TRITON,
+    ),
+    "ResNet-50": Case(
+        "ResNet-50, 32 images of 224 x 224",
+        lambda: keras.applications.ResNet50(weights=None, classifier_activation=None),
+        *(32, IMAGES, CLASS),
+    ),
+    "MLP": Case(
+        "MLP, 4 x 4096, 4096 examples",
+        lambda: dense(4096, 4),
+        *(4096, ((4096,), "float32"), ((4096,), "float32")),
+    ),
+    # On a GPU it is cuDNN's, and JAX asks cuDNN for its sizes when it traces.
+    "LSTM": Case(
+        "LSTM, 2 x 1024, 64 x 128",
+        _lstm,
+        *(64, ((128,), "int32"), CLASS),
+        devices=("TPU v5e",),
+    ),
+    "GPT-2": _of_hub(
+        "GPT2CausalLM",
+        lambda: _language_model(
+            "GPT2",
+            vocabulary_size=50257,
+            num_heads=12,
+            hidden_dim=768,
+            intermediate_dim=3072,
+            max_sequence_length=1024,
+        ),
+        *(_OF_HUB, IDS),
+    ),
+    "Llama": _of_hub(
+        "LlamaCausalLM",
+        lambda: _language_model(
+            "Llama",
+            vocabulary_size=32000,
+            num_query_heads=32,
+            num_key_value_heads=8,
+            hidden_dim=2048,
+            intermediate_dim=5632,
+        ),
+        *(_OF_HUB, IDS),
+    ),
+    "Gemma": _of_hub(
+        "GemmaCausalLM",
+        lambda: _language_model(
+            "Gemma",
+            vocabulary_size=256000,
+            num_query_heads=8,
+            num_key_value_heads=1,
+            hidden_dim=2048,
+            intermediate_dim=32768,
+            head_dim=256,
+        ),
+        *(_OF_HUB, IDS),
+    ),
+    "BERT": _of_hub(
+        "BertTextClassifier",
+        lambda: _classifier("BertText"),
+        *(_OF_HUB | {"segment_ids": IDS}, CLASS),
+    ),
+    "RoBERTa": _of_hub(
+        "RobertaTextClassifier", lambda: _classifier("RobertaText"), _OF_HUB, CLASS
+    ),
+}

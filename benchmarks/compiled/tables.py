@@ -1,0 +1,58 @@
+"""The tables of the suite `compiled`."""
+
+from collections.abc import Sequence
+
+from benchmarks.compiled.cases import CASES
+from benchmarks.compiled.devices import DEVICES
+from benchmarks.results import Record
+from benchmarks.suites import NOT_MEASURED
+from keras_mp.display.tables import Table
+
+FLOAT32, KERAS, OURS = "float32", "Keras", "keras_mp"
+RECOMPUTED, BY_HAND = "recompute_logits", "by hand"
+WAYS = (FLOAT32, KERAS, OURS, RECOMPUTED, BY_HAND)
+
+
+def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
+    """A table for each device: speed and memory over those of Keras in float32.
+
+    Args:
+        records: of the suite.
+        whole: whether models without a record have a row that says so.
+    """
+    return [
+        table
+        for device in DEVICES
+        if (table := _table(device, records, whole)) is not None
+    ]
+
+
+def _table(device: str, records: Sequence[Record], whole: bool) -> Table | None:
+    found = {(r["case"], r["way"]): r for r in records}
+    rows = []
+    for name, case in CASES.items():
+        mine = {way: found.get((f"{device}: {name}", way)) for way in WAYS}
+        if device in case.devices and (whole or any(mine.values())):
+            rows.append((case.title, *(_cell(mine[w], mine[FLOAT32]) for w in WAYS)))
+    if not rows:
+        return None
+    failed = [
+        f"{r['case']}, {r['way']}: {r['failure']}"
+        for r in records
+        if "failure" in r and r["case"].startswith(f"{device}:")
+    ]
+    half = DEVICES[device].half
+    columns = ("", "float32", f"Keras' {half}", "keras_mp", "recompute_logits", BY_HAND)
+    title = f"{device}, {half}: speed-up over float32, and memory"
+    return Table(columns, rows, title=title, notes=failed)
+
+
+def _cell(record: Record | None, base: Record | None) -> str:
+    if record is None:
+        return NOT_MEASURED if base is None else ""
+    if "failure" in record or base is None or "failure" in base:
+        return "failed"
+    if record is base:
+        return f"{1e3 * base['seconds']:.2f} ms, {base['peak'] / 1e9:.2f} GB"
+    speed = base["seconds"] / record["seconds"]
+    return f"{speed:.2f} in {record['peak'] / base['peak']:.2f}"

@@ -1,0 +1,129 @@
+"""The suite `compiled`: how a program is read, and what is compiled."""
+
+import keras
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("programs of JAX", allow_module_level=True)
+
+import jax
+import products
+
+from benchmarks.compiled import by_hand, steps
+from benchmarks.compiled.cases import CASES
+from benchmarks.compiled.devices import DEVICES
+from benchmarks.compiled.roofline import cost_of
+from benchmarks.compiled.suite import SUITE
+from benchmarks.compiled.tables import WAYS, tables
+from keras_mp.keras_seams import seams
+
+PROGRAM = """HloModule step
+
+%body (state: (s32[], f16[64,64])) -> (s32[], f16[64,64]) {
+  %state = (s32[], f16[64,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f16[64,64]{1,0} get-tuple-element(%state), index=1
+  %square = f16[64,64]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (s32[], f16[64,64]{1,0}) tuple(%i, %square)
+}
+
+%rows (table: f32[1000,64], ids: s32[8]) -> f32[8,64] {
+  %table = f32[1000,64]{1,0} parameter(0)
+  %ids = s32[8]{0} parameter(1)
+  ROOT %taken = f32[8,64]{1,0} gather(%table, %ids), slice_sizes={1,64}
+}
+
+ENTRY %main (a: f32[32,16], b: f32[16,8], table: f32[1000,64], ids: s32[8]) -> f32[8,64] {
+  %a = f32[32,16]{1,0} parameter(0)
+  %b = f32[16,8]{1,0} parameter(1)
+  %table = f32[1000,64]{1,0} parameter(2)
+  %ids = s32[8]{0} parameter(3)
+  %product = f32[32,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %start = (s32[], f16[64,64]{1,0}) tuple(%ids, %a)
+  %loop = (s32[], f16[64,64]{1,0}) while(%start), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %rows.1 = f32[8,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
+}
+"""  # noqa: E501
+
+
+def test_a_program_is_read_kernel_by_kernel():
+    device = DEVICES["H100"]._replace(bandwidth=1.0, peak={False: 1e-9, True: 1e30})
+    cost = cost_of(PROGRAM, device)
+    operations = [(p.operations, p.operands) for p in cost.products]
+    half = (2 * 64**3, ("f16", "f16"))
+    assert operations == [(2 * 32 * 8 * 16, ("f32", "f32")), half]
+    moved = 4 * (32 * 16 + 16 * 8 + 32 * 8)  # The first product waits for memory.
+    gathered = 4 * (8 * 64 + 8 + 8 * 64)  # Of the table only what is taken.
+    assert cost.seconds == pytest.approx(5 * half[0] / 1e-9 + moved + gathered)
+
+
+def test_a_convolution_has_as_many_operations_as_its_gradients():
+    call = (
+        "ENTRY %main (x: f16[8,32,32,3], k: f16[16,5,5,3]) -> f16[8,32,32,16] {{\n"
+        "  %x = f16[8,32,32,{i}]{{3,2,1,0}} parameter(0)\n"
+        "  %k = {kernel} parameter(1)\n"
+        "  %y = ({result}, u8[0]{{0}}) custom-call(%x, %k), dim_labels=b01f_o01i->b01f,"
+        ' custom_call_target="__cudnn$conv{name}"\n}}\n'
+    )
+    image, kernel = "f16[8,32,32,3]{3,2,1,0}", "f16[16,5,5,3]{3,2,1,0}"
+    output = "f16[8,32,32,16]{3,2,1,0}"
+    forms = {
+        "Forward": (3, kernel, output),
+        "BackwardInput": (16, kernel, image),
+        "BackwardFilter": (3, output, kernel),
+    }
+    for name, (i, operand, result) in forms.items():
+        text = call.format(i=i, kernel=operand, result=result, name=name)
+        (product,) = cost_of(text, DEVICES["H100"]).products
+        assert product.operations == 2 * 8 * 32 * 32 * 16 * 5 * 5 * 3, name
+
+
+def test_a_loop_of_unknown_length_is_an_error():
+    text = PROGRAM.replace('"known_trip_count":{"n":"5"}', "")
+    with pytest.raises(ValueError, match="a loop of unknown length: loop"):
+        cost_of(text, DEVICES["H100"])
+
+
+def test_the_step_by_hand_has_products_in_half_precision():
+    case = CASES["decoder"]._replace(depth=1)
+    function, arguments = by_hand.step(case, "bfloat16", "xla")
+    found = products.counted(
+        products._of_jaxpr(jax.make_jaxpr(function)(*arguments).jaxpr)
+    )
+    # But that of JAX's attention, whose logits are float32.
+    assert found.total() == 3 * 9 and found["float32"] == 0
+    loss, _ = jax.eval_shape(function, *arguments)
+    assert loss.dtype == "float32"
+
+
+@pytest.mark.parametrize("way", ["float32", "Keras", "keras_mp"])
+def test_the_step_of_keras_is_keras_own(way):
+    case = CASES["MLP"]._replace(batch=2)
+    _, arguments = steps._step(case, DEVICES["H100"], way)
+    installed = hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
+    seams.install()
+    assert installed == (way == "keras_mp")
+    state, (x, y) = arguments
+    assert len(state[0]) == 8 and x.shape == y.shape == (2, 4096)
+
+
+def test_what_cannot_be_compiled_here_is_measured_only_where_it_is_named():
+    missing = {name for name, d in DEVICES.items() if not d.is_possible}
+    assert missing <= {name.partition(":")[0] for name in SUITE.slow}
+    assert set(SUITE.in_short) <= set(SUITE.values("case"))
+
+
+def test_speed_and_memory_stand_beside_those_of_float32():
+    sizes = {"float32": (2e-3, 4e9), "keras_mp": (1e-3, 3e9)}
+    records = [
+        {"case": "H100: MLP", "way": way, "seconds": seconds, "peak": peak}
+        for way, (seconds, peak) in sizes.items()
+    ]
+    records.append({"case": "H100: MLP", "way": "Keras", "failure": "too large"})
+    (table,) = tables(records)
+    assert table.rows == [
+        (CASES["MLP"].title, "2.00 ms, 4.00 GB", "failed", "2.00 in 0.75", "", "")
+    ]
+    assert list(table.notes) == ["H100: MLP, Keras: too large"]
+    assert "not measured" in tables(records, whole=True)[0].text()
+    assert len(WAYS) == len(table.columns) - 1
