@@ -43,9 +43,9 @@ def made(monkeypatch):
     """The numbers of chunks of each loss that was computed in chunks."""
     numbers = []
 
-    def losses(head, labels, number):
+    def losses(head, product, labels, number):
         numbers.append(number)
-        return original(head, labels, number)
+        return original(head, product, labels, number)
 
     original = chunks.losses
     monkeypatch.setattr(chunks, "losses", losses)
@@ -81,22 +81,28 @@ HALVES = {
     "not scaled": ("float16", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
-TABLE = [[*STEPS], [*HALVES], ["in chunks", "recomputed"], [1, 3], [*WRAPPED], [0, 1]]
+ONE_HOT = (LABELS[..., None] == np.arange(CLASSES)).astype("float32")
+TARGETS = {"labels": LABELS, "probabilities": 0.8 * ONE_HOT + 0.2 / CLASSES}
+MODES = ["whole", "in chunks", "recomputed"]
+TABLE = [[*STEPS], [*HALVES], MODES, [1, 3], [*WRAPPED], [0, 1], [*TARGETS]]
 
 
 @pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
 def test_losses_and_gradients_are_those_of_float64(case):
-    step, half, mode, number, wrapped, tied = case
+    step, half, mode, number, wrapped, tied, kind = case
     operands = HalfOperands(*HALVES[half], bool(tied), mode)
 
     def of_chunks(inputs, kernel, bias):
-        product = jnp.matmul(inputs, kernel)
+        half = (x.astype(operands.dtype) for x in (inputs, kernel))
+        product = jnp.matmul(*half, preferred_element_type="float32")
         known_logits.note(product, Product(inputs, kernel, operands))
         head = known_logits.known(STEPS[step][0](product, bias))
-        return jnp.mean(chunks.losses(head, jnp.asarray(LABELS), number))
+        return jnp.mean(
+            chunks.losses(head, product, jnp.asarray(TARGETS[kind]), number)
+        )
 
     rounded = [x.astype(operands.dtype).astype("float64") for x in (INPUTS, KERNEL)]
-    expected = in_float64(STEPS[step][1], *rounded)
+    expected = in_float64(STEPS[step][1], *rounded, kind)
     of_chunks = jax.value_and_grad(WRAPPED[wrapped](of_chunks), (0, 1, 2))
     found = jax.jit(of_chunks)(INPUTS, KERNEL, BIAS)
     rounding = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[operands.dtype]
@@ -107,18 +113,26 @@ def test_losses_and_gradients_are_those_of_float64(case):
         assert error <= 2 * rounding * np.linalg.norm(wanted)
 
 
-def in_float64(step, inputs, kernel):
+def test_probabilities_have_a_gradient_too():
+    operands = HalfOperands("float32", "float32", False, "in chunks")
+    head = Product(INPUTS, KERNEL, operands)
+    found = jax.grad(lambda x: chunks.losses(head, None, x, 3).sum())(
+        jnp.asarray(ONE_HOT)
+    )
+    expected = -jax.nn.log_softmax(INPUTS @ KERNEL)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def in_float64(step, inputs, kernel, kind):
     """The mean loss, and its gradients by the inputs, the kernel and the bias."""
     product = inputs @ kernel
     logits, slope = step(product, BIAS.astype("float64"))
-    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
-    probabilities /= probabilities.sum(-1, keepdims=True)
-    one_hot = LABELS[..., None] == np.arange(CLASSES)
-    is_class = one_hot.any(-1)
-    losses = -np.log(
-        (probabilities * one_hot).sum(-1), where=is_class, out=np.zeros(LABELS.shape)
-    )
-    gradient = (probabilities - one_hot) * is_class[..., None] / LABELS.size * slope
+    highest = logits.max(-1, keepdims=True)
+    sums = highest + np.log(np.exp(logits - highest).sum(-1, keepdims=True))
+    targets = ONE_HOT if kind == "labels" else TARGETS[kind].astype("float64")
+    losses = (targets * (sums - logits)).sum(-1)
+    gradient = np.exp(logits - sums) * targets.sum(-1, keepdims=True) - targets
+    gradient = gradient / LABELS.size * slope
     by_bias = gradient.sum((0, 1))
     if step in (STEPS["nothing"][1], STEPS["ignored"][1]):
         by_bias = np.zeros_like(by_bias)
@@ -162,6 +176,13 @@ def trained(model, loss=None, metrics=(), fit=(), **options):
     return history.history["loss"], model.get_weights()
 
 
+def unchunked(function, *args, **kwargs):
+    """Calls a function while all logits are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "ONE_CHUNK", 2**40)
+        return function(*args, **kwargs)
+
+
 def assert_alike(found, expected):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for weights, wanted in zip(found[1], expected[1], strict=True):
@@ -177,10 +198,12 @@ def test_a_training_in_chunks_is_that_of_all_logits(
     kind, half, every_head_is_large, made
 ):
     keras_mp.set_global_policy(half)
-    expected = trained(decoder(kind), metrics=["accuracy"])
-    assert not made  # A metric reads the logits.
-    assert_alike(trained(decoder(kind)), expected)
-    assert set(made) == {4}
+    expected = unchunked(trained, decoder(kind))
+    assert not made
+    for metrics in ([], ["accuracy"]):
+        made.clear()
+        assert_alike(trained(decoder(kind), metrics=metrics), expected)
+        assert set(made) == {4}
 
 
 OPTIONS = {
@@ -195,7 +218,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_so_it_is_with(options, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
-    expected = trained(decoder(), metrics=["accuracy"], **options)
+    expected = unchunked(trained, decoder(), **options)
     assert_alike(trained(decoder(), **options), expected)
     assert made
 
@@ -210,10 +233,26 @@ def test_so_it_is_with_accumulated_gradients_and_a_skipped_step(
         # The first gradients overflow.
         return keras_mp.LossScaleOptimizer(inner, initial_scale=2.0**24)
 
-    expected = trained(decoder(), metrics=["accuracy"], optimizer=optimizer())
+    expected = unchunked(trained, decoder(), optimizer=optimizer())
     model = decoder()
     assert_alike(trained(model, optimizer=optimizer()), expected)
     assert made and model.optimizer.skipped_steps > 0
+
+
+def test_so_it_is_with_smoothed_probabilities(every_head_is_large, made):
+    keras_mp.set_global_policy("mixed_float16")
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+
+    def losses():
+        model = decoder()
+        model.compile("adam", loss)
+        y = keras.utils.to_categorical(IDS, CLASSES)
+        return model.fit(IDS, y, epochs=3, verbose=0).history["loss"]
+
+    expected = unchunked(losses)
+    assert not made
+    np.testing.assert_allclose(losses(), expected, rtol=1e-5)
+    assert made
 
 
 @pytest.mark.parametrize("kind", ["convolution", "no head", "eager", "remat"])
@@ -234,7 +273,7 @@ def test_what_is_not_known_is_left_as_it_was(kind, every_head_is_large, made):
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_is_one_that_recomputes_them(kind, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
-    expected = trained(decoder(kind), metrics=["accuracy"])
+    expected = unchunked(trained, decoder(kind))
     policy = keras_mp.MixedFloat16(recompute_logits=True)
     keras_mp.set_global_policy(policy)
     for metrics in ([], ["accuracy"]):  # Memory goes before time.
@@ -248,7 +287,7 @@ def test_the_number_of_chunks_grows_with_the_square_root():
     numbers = {name: number_of_chunks(x, "in chunks") for name, x in sizes.items()}
     assert numbers == {"1 MB": 0, "a decoder": 4, "batch of 32": 7, "large": 32}
     assert number_of_chunks(2**20, "recomputed") == 1
-    assert number_of_chunks(2**36, "whole") == 0
+    assert number_of_chunks(2**36, "whole") == 32
 
 
 def test_on_several_devices_losses_are_the_same():

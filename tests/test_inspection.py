@@ -80,7 +80,11 @@ def test_a_large_head_is_said_to_multiply_in_half_precision(units):
     ("metrics", "recompute", "sentence"),
     [
         ([], False, "head and loss in 4 chunks: logits would take 1.1 GB"),
-        (["accuracy"], False, "logits take 1.1 GB as a whole, for the metrics;"),
+        (
+            ["accuracy"],
+            False,
+            "logits take 1.1 GB, for the metrics; their gradient in 4 chunks",
+        ),
         (["accuracy"], True, "(1.1 GB) are computed again in the backward pass"),
     ],
 )

@@ -143,7 +143,7 @@ class _Program:
     ) -> int:
         """Lessens `sizes` to what a fusion reads; returns what it does not write.
 
-        Of a table that it gathers from, or scatters into in place, it touches a part.
+        Of what it slices, gathers from, or scatters into in place, it touches a part.
         """
         untouched = 0
         inner = self._computations[body]
@@ -154,10 +154,14 @@ class _Program:
             if number >= len(instruction.operands):
                 continue
             outer = instruction.operands[number]
-            users = [each for each in inner if parameter.name in each.operands]
-            first = users and all(u.operands[0] == parameter.name for u in users)
+            names, users = [parameter.name], []
+            for name in names:  # It grows: by other names of the same bytes.
+                of_name = [each for each in inner if name in each.operands]
+                names += [u.name for u in of_name if u.operation == "bitcast"]
+                users += [u for u in of_name if u.operation != "bitcast"]
+            first = users and all(user.operands[0] in names for user in users)
             operations = {user.operation for user in users}
-            if first and operations <= {"gather", "dynamic-slice"}:
+            if first and operations <= {"gather", "dynamic-slice", "slice"}:
                 part = sum(_bytes(user.shape) for user in users)
                 sizes[outer] = min(sizes.get(outer, 0), part)
             elif first and operations <= {"scatter", "dynamic-update-slice"}:

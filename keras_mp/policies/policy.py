@@ -140,7 +140,7 @@ class MixedFloat16(MixedPolicy):
             expressions that the whole path of a layer must match (`re.fullmatch`), or
             predicates layer -> bool.
         recompute_logits: on JAX, a large head's logits are not kept for the gradient of
-            a sparse cross-entropy but computed once more, in chunks of the classes:
+            a cross-entropy but computed once more, in chunks of the classes:
             memory before time. No file holds it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A large head and its sparse cross-entropy, differentiated in chunks of the classes.
+"""A large head and its cross-entropy, differentiated in chunks of the classes.
 
 The gradient of the logits is never there as a whole, nor, if the backward pass computes
 them again, are the logits. Known as fused linear cross-entropy (Hsu et al. 2024, Liger
@@ -31,13 +31,23 @@ def number_for(head: Product) -> int:
     return number_of_chunks(4 * math.prod(shape) // devices, head.operands.logits)
 
 
-def losses(head: Product, labels: Any, number: int) -> Any:
-    """The losses (...,) for integer labels (...,).
+def losses(head: Product, product: Any, targets: Any, number: int) -> Any:
+    """The losses (...,) for integer labels (...,), or for probabilities (..., classes).
 
     There is no forward derivative (`jax.jvp`).
+
+    Args:
+        head: what is known of the logits.
+        product: the product of the head, which is read if others read it anyway.
+        targets: labels or probabilities.
+        number: of chunks.
     """
     in_chunks = functools.partial(_losses, head, number)
-    operands = head.inputs, head.kernel, list(head.others), labels
+    whole = None
+    if head.operands.logits == "whole":
+        # Its gradient is computed here, and not once more from this.
+        whole = lax.stop_gradient(product)
+    operands = head.inputs, head.kernel, list(head.others), targets, whole
     if head.operands.logits == "recomputed":
         return in_chunks(*operands)
     # On TPUs XLA computes the gradient of the logits within the products that read it,
@@ -53,60 +63,88 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
     recomputed = head.operands.logits == "recomputed"
 
     @jax.custom_vjp
-    def run(inputs: Any, kernel: Any, others: Sequence, labels: Any) -> Any:
-        return forward(inputs, kernel, others, labels)[0]
+    def run(*operands: Any) -> Any:
+        return forward(*operands)[0]
 
-    def forward(inputs: Any, kernel: Any, others: Sequence, labels: Any) -> Any:
-        operands = inputs, kernel, others, labels
-        own = jnp.zeros(labels.shape, "float32")
+    def forward(
+        inputs: Any, kernel: Any, others: Sequence, targets: Any, whole: Any
+    ) -> Any:
+        operands = inputs, kernel, others, targets, whole
+        own = jnp.zeros(inputs.shape[:-1], "float32")
         sums: list[Any] = []
         products: list[Any] = []
-        for chunk in chunks:
+        # What is there is read in one pass.
+        for chunk in chunks if whole is None else [_Chunk(head, 0, classes)]:
             if recomputed and sums:
                 # One after the other: XLA would keep the logits of several.
                 after = lax.optimization_barrier((inputs, own, sums[-1]))
                 inputs, own, sums[-1] = after
-            product = chunk.product(inputs, kernel)
+            product = chunk.product(inputs, kernel, whole)
             logits = chunk.logits(product, others)
             sums.append(one_pass.log_sums(logits))
-            own += chunk.own(logits, labels)
+            own += chunk.own(logits, targets)
             products.append(product)
         total = jax.nn.logsumexp(jnp.stack(sums), axis=0)
-        kept = total, None if recomputed else products
-        return jnp.where(_is_class(labels), total - own, 0), (*operands, *kept)
+        kept = total, products if whole is None and not recomputed else None
+        losses = _weights(targets) * total - own
+        return jnp.where(_is_none(targets, classes), 0, losses), (*operands, *kept)
 
     def backward(kept: Sequence, gradient: Any) -> Any:
-        inputs, kernel, others, labels, total, products = kept
-        gradient = jnp.where(_is_class(labels), gradient, 0)[..., jnp.newaxis]
+        inputs, kernel, others, targets, whole, total, products = kept
+        weights = _weights(targets)[..., jnp.newaxis]
+        gradient = jnp.where(_is_none(targets, classes), 0, gradient)[..., jnp.newaxis]
         by_inputs = jnp.zeros(inputs.shape, "float32")
-        by_kernel, by_others = [], [0.0] * len(others)
+        by_kernel, by_targets, by_others = [], [], [0.0] * len(others)
         for index, chunk in enumerate(chunks):
             # Again one after the other.
             after = lax.optimization_barrier((inputs, total, by_inputs))
             inputs, total, by_inputs = after
-            product = chunk.product(inputs, kernel) if recomputed else products[index]
+            if products:
+                product = products[index]
+            else:
+                product = chunk.product(inputs, kernel, whole)
             logits, pull = jax.vjp(chunk.logits, product, others)
-            slope = jnp.exp(logits - total[..., jnp.newaxis])
-            slope -= chunk.is_label(labels, logits)
+            logarithms = logits - total[..., jnp.newaxis]
+            slope = jnp.exp(logarithms) * weights
+            slope -= chunk.targets(targets, logits)
             by_product, more = pull(slope * gradient)
+            by_targets.append(-logarithms * gradient)
             by_others = [
                 x if y.dtype == jax.dtypes.float0 else x + y
                 for x, y in zip(by_others, more, strict=True)
             ]
             by_inputs += chunk.by_inputs(by_product, kernel)
             by_kernel.append(chunk.by_kernel(inputs, by_product))
-        whole = jnp.concatenate(by_kernel, axis=1).astype(kernel.dtype)
+        by_all = jnp.concatenate(by_kernel, axis=1).astype(kernel.dtype)
         floating = [
             x if jnp.issubdtype(y.dtype, jnp.floating) else None
             for x, y in zip(by_others, others, strict=True)
         ]
-        return by_inputs.astype(inputs.dtype), whole, floating, None
-
-    def _is_class(labels: Any) -> Any:
-        return (labels >= 0) & (labels < classes)
+        wanted = None
+        if _are_probabilities(targets):
+            wanted = jnp.concatenate(by_targets, axis=-1).astype(targets.dtype)
+        return by_inputs.astype(inputs.dtype), by_all, floating, wanted, None
 
     run.defvjp(forward, backward)
     return run(*operands)
+
+
+def _are_probabilities(targets: Any) -> bool:
+    return jnp.issubdtype(targets.dtype, jnp.floating)
+
+
+def _weights(targets: Any) -> Any:
+    """The sums of the targets' probabilities: (...,)."""
+    if _are_probabilities(targets):
+        return jnp.sum(targets, axis=-1)
+    return jnp.ones(targets.shape, "float32")
+
+
+def _is_none(targets: Any, classes: int) -> Any:
+    """Which labels are no class: (...,)."""
+    if _are_probabilities(targets):
+        return False
+    return (targets < 0) | (targets >= classes)
 
 
 class _Chunk:
@@ -115,7 +153,10 @@ class _Chunk:
     def __init__(self, head: Product, start: int, stop: int) -> None:
         self._head, self._start, self._stop = head, start, stop
 
-    def product(self, inputs: Any, kernel: Any) -> Any:
+    def product(self, inputs: Any, kernel: Any, whole: Any) -> Any:
+        """The product for these classes, of the one for all if that is given."""
+        if whole is not None:
+            return self._part(whole)
         half = self._head.operands.dtype
         part = self._part(kernel).astype(half)
         return in_float32(multiply, inputs.astype(half), part)
@@ -123,15 +164,19 @@ class _Chunk:
     def logits(self, product: Any, others: Sequence) -> Any:
         return self._head.follow(product, others, self._start, self._stop)
 
-    def own(self, logits: Any, labels: Any) -> Any:
-        """The logits of the labels that are among these classes, 0 for the others."""
-        labels = labels - self._start
-        return jnp.where(
-            one_pass.is_class(labels, logits), one_pass.own(logits, labels), 0
-        )
+    def own(self, logits: Any, targets: Any) -> Any:
+        """The logits of the targets that are among these classes, 0 for the others."""
+        if _are_probabilities(targets):
+            return jnp.sum(self._part(targets) * logits, axis=-1)
+        labels = targets - self._start
+        is_here = one_pass.is_class(labels, logits)
+        return jnp.where(is_here, one_pass.own(logits, labels), 0)
 
-    def is_label(self, labels: Any, logits: Any) -> Any:
-        return one_pass.is_label(labels - self._start, logits)
+    def targets(self, targets: Any, logits: Any) -> Any:
+        """The probabilities of these classes."""
+        if _are_probabilities(targets):
+            return self._part(targets)
+        return one_pass.is_label(targets - self._start, logits)
 
     def by_inputs(self, by_product: Any, kernel: Any) -> Any:
         dtype = self._head.operands.gradient
@@ -151,5 +196,5 @@ class _Chunk:
             return in_float32(run, *pair)
         return run(*pair, operands.gradient).astype("float32")
 
-    def _part(self, kernel: Any) -> Any:
-        return lax.slice_in_dim(kernel, self._start, self._stop, axis=1)
+    def _part(self, x: Any) -> Any:
+        return lax.slice_in_dim(x, self._start, self._stop, axis=x.ndim - 1)

@@ -1,4 +1,4 @@
-"""The sparse cross-entropy of what a large head returns.
+"""The cross-entropy of what a large head returns.
 
 It is computed from the logits of the head, also if that returns their softmax.
 """
@@ -20,6 +20,7 @@ def repairs() -> dict[str, Wrapper]:
     return {
         "softmax": lambda original: _softmax(softmax.in_float32(original)),
         "sparse_categorical_crossentropy": _loss,
+        "categorical_crossentropy": _loss_of_probabilities,
     }
 
 
@@ -59,6 +60,22 @@ def _loss(original: Callable) -> Callable:
     return loss
 
 
+def _loss_of_probabilities(original: Callable) -> Callable:
+    # After a softmax Keras clips each probability: that is left as it was.
+    @functools.wraps(original)
+    def loss(
+        target: Any, output: Any, from_logits: bool = False, axis: int = -1
+    ) -> Any:
+        targets = jnp.asarray(target, output.dtype)
+        last = from_logits and axis in (-1, output.ndim - 1)
+        if last and targets.shape == output.shape and not _may_be_parted_by_classes():
+            if in_chunks := _in_chunks(output, targets):
+                return in_chunks()
+        return original(target, output, from_logits, axis)
+
+    return loss
+
+
 def _may_be_parted_by_classes() -> bool:
     """Then XLA would gather the parts for a reduction in one pass, and for chunks."""
     distribution = keras.distribution.distribution()
@@ -67,10 +84,19 @@ def _may_be_parted_by_classes() -> bool:
 
 
 def _losses(x: Any, labels: Any) -> Any:
+    in_chunks = _in_chunks(x, labels)
+    return in_chunks() if in_chunks else one_pass.losses(x, labels)
+
+
+def _in_chunks(x: Any, targets: Any) -> Callable[[], Any] | None:
+    """Computes the losses of logits in chunks; None if they are there as a whole.
+
+    Or if it is not known how they are made.
+    """
     fact = logits.known(x)
-    # Outside of a trace the logits are there already.
-    if isinstance(fact, Product) and compilation.is_tracing():
-        number = chunks.number_for(fact)
-        if number:
-            return chunks.losses(fact, labels, number)
-    return one_pass.losses(x, labels)
+    if not (isinstance(fact, Product) and compilation.is_tracing()):
+        return None
+    number = chunks.number_for(fact)
+    product = x if fact.result is None else fact.result
+    losses = functools.partial(chunks.losses, fact, product, targets, number)
+    return losses if number else None

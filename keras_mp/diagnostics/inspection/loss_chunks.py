@@ -24,7 +24,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
         calls: the calls of each layer in a graph, by its id.
     """
     losses = keras.tree.flatten(getattr(model, "loss", None))
-    if not (engine.loss_in_chunks and any(map(_is_sparse, losses))):
+    if not (engine.loss_in_chunks and any(map(_is_known, losses))):
         return ()
     sentences = []
     for layer in private.layers_in(model):
@@ -40,7 +40,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
 def _sentence(layer: Any, size: int) -> str:
     """Of a head whose logits take so many bytes; empty if they are small."""
     mode = heads.reading_of_logits(layer)
-    number = number_of_chunks(size, "in chunks" if mode == "whole" else mode)
+    number = number_of_chunks(size, mode)
     if not number:
         return ""
     path, size_of = layer_path(layer), in_bytes(size)
@@ -49,8 +49,7 @@ def _sentence(layer: Any, size: int) -> str:
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
-        "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
-        f"head and loss are computed {chunks}",
+        "whole": f"logits take {size_of}, for the metrics; their gradient {chunks}",
     }
     return f"{path}: {in_words[mode]} (batches of {_BATCH})."
 
@@ -61,7 +60,10 @@ def _matrices(layer: Any) -> list[Any]:
     return [v for v in weights if len(v.shape) == 2]
 
 
-def _is_sparse(loss: Any) -> bool:
+def _is_known(loss: Any) -> bool:
+    """Is it computed in chunks?"""
+    if isinstance(loss, keras.losses.CategoricalCrossentropy):
+        return loss.from_logits
     function = keras.losses.sparse_categorical_crossentropy
     names = function.__name__, _SPARSE.__name__, function
     return isinstance(loss, _SPARSE) or loss in names
