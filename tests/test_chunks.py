@@ -154,6 +154,8 @@ def decoder(kind="tied"):
         head = layers.EinsumDense("btd,dv->btv", (None, CLASSES), bias_axes="v")
     elif kind == "convolution":
         head = layers.Conv1D(CLASSES, 1)
+    elif kind == "softmax apart":
+        x, head = layers.Dense(CLASSES)(x), layers.Activation("softmax")
     else:
         head = layers.Dense(CLASSES, "softmax" if kind == "softmax" else None)
     return keras.Model(ids, head(x))
@@ -164,9 +166,8 @@ IDS = RANDOM.integers(0, CLASSES, (8, 6))
 
 def trained(model, loss=None, metrics=(), fit=(), **options):
     """The losses and the weights after three epochs."""
-    from_logits = not isinstance(model.layers[-1], layers.Dense) or (
-        model.layers[-1].activation is not keras.activations.softmax
-    )
+    last = getattr(model.layers[-1], "activation", None)
+    from_logits = last is not keras.activations.softmax
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
     model.compile(
         options.pop("optimizer", "adam"), loss, metrics=list(metrics), **options
@@ -189,7 +190,7 @@ def assert_alike(found, expected):
         assert np.linalg.norm(weights - wanted) <= 2e-3 * np.linalg.norm(wanted)
 
 
-KINDS = ["tied", "capped", "dense", "softmax", "einsum"]
+KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,7 +28,7 @@ def _softmax(original: Callable) -> Callable:
     @functools.wraps(original)
     def noting(x: Any, axis: int = -1) -> Any:
         probabilities = original(x, axis)
-        if axis == -1 and products.in_scope():
+        if axis == -1 and (products.in_scope() or logits.known(x)):
             logits.note(probabilities, Probabilities(x))
         return probabilities
 
@@ -66,12 +66,14 @@ def _loss_of_probabilities(original: Callable) -> Callable:
     def loss(
         target: Any, output: Any, from_logits: bool = False, axis: int = -1
     ) -> Any:
+        is_known = from_logits and isinstance(logits.known(output), Product)
+        if not is_known or axis not in (-1, output.ndim - 1):
+            return original(target, output, from_logits, axis)
         targets = jnp.asarray(target, output.dtype)
-        last = from_logits and axis in (-1, output.ndim - 1)
-        if last and targets.shape == output.shape and not _may_be_parted_by_classes():
-            if in_chunks := _in_chunks(output, targets):
-                return in_chunks()
-        return original(target, output, from_logits, axis)
+        if targets.shape != output.shape or _may_be_parted_by_classes():
+            return original(target, output, from_logits, axis)
+        in_chunks = _in_chunks(output, targets)
+        return in_chunks() if in_chunks else original(target, output, True, axis)
 
     return loss
 
@@ -89,10 +91,7 @@ def _losses(x: Any, labels: Any) -> Any:
 
 
 def _in_chunks(x: Any, targets: Any) -> Callable[[], Any] | None:
-    """Computes the losses of logits in chunks; None if they are there as a whole.
-
-    Or if it is not known how they are made.
-    """
+    """Computes the losses of logits in chunks; None if they are small or not known."""
     fact = logits.known(x)
     if not (isinstance(fact, Product) and compilation.is_tracing()):
         return None

@@ -19,7 +19,7 @@ from keras_mp.backends.engine import Wrapper
 from keras_mp.backends.products import HalfOperands
 
 
-class Head(NamedTuple):
+class Head:
     """Logits that a head has returned, made in a way that is not known."""
 
 
