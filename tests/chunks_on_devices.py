@@ -26,9 +26,9 @@ def main():
     heads.LARGE, products.ONE_CHUNK = 1, 2**11
     made, original = [], chunks.losses
 
-    def losses(head, product, labels, number):
+    def losses(head, labels, number):
         made.append(number)
-        return original(head, product, labels, number)
+        return original(head, labels, number)
 
     chunks.losses = losses
     found = {}
@@ -39,7 +39,7 @@ def main():
         model = decoder()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss)
-        history = model.fit(IDS, IDS, epochs=4, verbose=0).history["loss"]
+        history = model.fit(IDS, IDS, epochs=2, verbose=0).history["loss"]
         found[kind] = max(made, default=0), history
     print(json.dumps(found))
 

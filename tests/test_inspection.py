@@ -83,7 +83,7 @@ def test_a_large_head_is_said_to_multiply_in_half_precision(units):
         (
             ["accuracy"],
             False,
-            "logits take 1.1 GB, for the metrics; their gradient in 4 chunks",
+            "logits take 1.1 GB as a whole, for the metrics;",
         ),
         (["accuracy"], True, "(1.1 GB) are computed again in the backward pass"),
     ],

@@ -26,9 +26,9 @@ class HalfOperands(NamedTuple):
         gradient: of the operands of the two products of their gradient.
         tied: whether the weights are used elsewhere too. The sum of both gradients is
             float32, and so is the one of this product.
-        logits: what the gradient of a loss goes back to in chunks of the classes: the
-            "whole" product, if others read it, too; a product made "in chunks"; or one
-            that is "recomputed" in chunks in the backward pass.
+        logits: how a loss may read what the product makes of a head: "whole"; "in
+            chunks" of the classes, if nothing else reads it; or "recomputed" in chunks
+            in the backward pass, too.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ ONE_CHUNK = 2**26
 
 
 def number_of_chunks(size: int, logits: str) -> int:
-    """Of logits of so many bytes; 0 if they are small.
+    """Of logits of so many bytes; 0 if the loss reads them as a whole.
 
     Args:
         size: what float32 logits take.
@@ -55,7 +55,7 @@ def number_of_chunks(size: int, logits: str) -> int:
     number = round(math.sqrt(size / ONE_CHUNK))
     if logits == "recomputed":
         return max(1, number)
-    return number if number > 1 else 0
+    return number if logits == "in chunks" and number > 1 else 0
 
 
 # A product of two float32 tensors, as `product(run, a, b, half_operands)`. On JAX

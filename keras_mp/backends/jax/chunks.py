@@ -31,23 +31,13 @@ def number_for(head: Product) -> int:
     return number_of_chunks(4 * math.prod(shape) // devices, head.operands.logits)
 
 
-def losses(head: Product, product: Any, targets: Any, number: int) -> Any:
+def losses(head: Product, targets: Any, number: int) -> Any:
     """The losses (...,) for integer labels (...,), or for probabilities (..., classes).
 
     There is no forward derivative (`jax.jvp`).
-
-    Args:
-        head: what is known of the logits.
-        product: the product of the head, which is read if others read it anyway.
-        targets: labels or probabilities.
-        number: of chunks.
     """
     in_chunks = functools.partial(_losses, head, number)
-    whole = None
-    if head.operands.logits == "whole":
-        # Its gradient is computed here, and not once more from this.
-        whole = lax.stop_gradient(product)
-    operands = head.inputs, head.kernel, list(head.others), targets, whole
+    operands = head.inputs, head.kernel, list(head.others), targets
     if head.operands.logits == "recomputed":
         return in_chunks(*operands)
     # On TPUs XLA computes the gradient of the logits within the products that read it,
@@ -66,31 +56,28 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
     def run(*operands: Any) -> Any:
         return forward(*operands)[0]
 
-    def forward(
-        inputs: Any, kernel: Any, others: Sequence, targets: Any, whole: Any
-    ) -> Any:
-        operands = inputs, kernel, others, targets, whole
+    def forward(inputs: Any, kernel: Any, others: Sequence, targets: Any) -> Any:
+        operands = inputs, kernel, others, targets
         own = jnp.zeros(inputs.shape[:-1], "float32")
         sums: list[Any] = []
         products: list[Any] = []
-        # What is there is read in one pass.
-        for chunk in chunks if whole is None else [_Chunk(head, 0, classes)]:
+        for chunk in chunks:
             if recomputed and sums:
                 # One after the other: XLA would keep the logits of several.
                 after = lax.optimization_barrier((inputs, own, sums[-1]))
                 inputs, own, sums[-1] = after
-            product = chunk.product(inputs, kernel, whole)
+            product = chunk.product(inputs, kernel)
             logits = chunk.logits(product, others)
             sums.append(one_pass.log_sums(logits))
             own += chunk.own(logits, targets)
             products.append(product)
         total = jax.nn.logsumexp(jnp.stack(sums), axis=0)
-        kept = total, products if whole is None and not recomputed else None
+        kept = total, None if recomputed else products
         losses = _weights(targets) * total - own
         return jnp.where(_is_none(targets, classes), 0, losses), (*operands, *kept)
 
     def backward(kept: Sequence, gradient: Any) -> Any:
-        inputs, kernel, others, targets, whole, total, products = kept
+        inputs, kernel, others, targets, total, products = kept
         weights = _weights(targets)[..., jnp.newaxis]
         gradient = jnp.where(_is_none(targets, classes), 0, gradient)[..., jnp.newaxis]
         by_inputs = jnp.zeros(inputs.shape, "float32")
@@ -99,10 +86,7 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
             # Again one after the other.
             after = lax.optimization_barrier((inputs, total, by_inputs))
             inputs, total, by_inputs = after
-            if products:
-                product = products[index]
-            else:
-                product = chunk.product(inputs, kernel, whole)
+            product = chunk.product(inputs, kernel) if recomputed else products[index]
             logits, pull = jax.vjp(chunk.logits, product, others)
             logarithms = logits - total[..., jnp.newaxis]
             slope = jnp.exp(logarithms) * weights
@@ -123,7 +107,7 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
         wanted = None
         if _are_probabilities(targets):
             wanted = jnp.concatenate(by_targets, axis=-1).astype(targets.dtype)
-        return by_inputs.astype(inputs.dtype), by_all, floating, wanted, None
+        return by_inputs.astype(inputs.dtype), by_all, floating, wanted
 
     run.defvjp(forward, backward)
     return run(*operands)
@@ -153,10 +137,7 @@ class _Chunk:
     def __init__(self, head: Product, start: int, stop: int) -> None:
         self._head, self._start, self._stop = head, start, stop
 
-    def product(self, inputs: Any, kernel: Any, whole: Any) -> Any:
-        """The product for these classes, of the one for all if that is given."""
-        if whole is not None:
-            return self._part(whole)
+    def product(self, inputs: Any, kernel: Any) -> Any:
         half = self._head.operands.dtype
         part = self._part(kernel).astype(half)
         return in_float32(multiply, inputs.astype(half), part)

@@ -96,6 +96,4 @@ def _in_chunks(x: Any, targets: Any) -> Callable[[], Any] | None:
     if not (isinstance(fact, Product) and compilation.is_tracing()):
         return None
     number = chunks.number_for(fact)
-    product = x if fact.result is None else fact.result
-    losses = functools.partial(chunks.losses, fact, product, targets, number)
-    return losses if number else None
+    return functools.partial(chunks.losses, fact, targets, number) if number else None

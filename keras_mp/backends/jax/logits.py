@@ -30,7 +30,6 @@ class Product(NamedTuple):
         inputs: (..., k).
         kernel: (k, classes).
         operands: how it is computed.
-        result: the product; None where it is the known tensor itself.
         others: the tensors that the steps take, which broadcast to the product.
         steps: elementwise functions of what is made so far and of `others`.
     """
@@ -38,7 +37,6 @@ class Product(NamedTuple):
     inputs: Any
     kernel: Any
     operands: HalfOperands
-    result: Any = None
     others: tuple[Any, ...] = ()
     steps: tuple[Callable[[Any, Sequence[Any]], Any], ...] = ()
 
@@ -112,7 +110,6 @@ def _followed(original: Callable) -> Callable:
 
 def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> None:
     fact: Any = known(before)
-    whole = before if fact.result is None else fact.result
     others = list(fact.others)
     # Of each argument: what it is, and where it stands among the others.
     places: list[tuple[Any, int | None]] = []
@@ -129,5 +126,4 @@ def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> 
         arguments = (x if i is None else others[i] for x, i in places)
         return original(*(product if x is _PRODUCT else x for x in arguments))
 
-    steps = *fact.steps, step
-    note(result, fact._replace(result=whole, others=tuple(others), steps=steps))
+    note(result, fact._replace(others=tuple(others), steps=(*fact.steps, step)))

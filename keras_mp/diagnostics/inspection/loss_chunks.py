@@ -40,7 +40,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
 def _sentence(layer: Any, size: int) -> str:
     """Of a head whose logits take so many bytes; empty if they are small."""
     mode = heads.reading_of_logits(layer)
-    number = number_of_chunks(size, mode)
+    number = number_of_chunks(size, "in chunks" if mode == "whole" else mode)
     if not number:
         return ""
     path, size_of = layer_path(layer), in_bytes(size)
@@ -49,7 +49,8 @@ def _sentence(layer: Any, size: int) -> str:
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
-        "whole": f"logits take {size_of}, for the metrics; their gradient {chunks}",
+        "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
+        f"head and loss are computed {chunks}",
     }
     return f"{path}: {in_words[mode]} (batches of {_BATCH})."
 
