@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import layers
 
 from benchmarks.models import decoder, dense, vision_transformer
 
@@ -75,13 +74,6 @@ def _decoder(depth: int, batch: int, *devices: str) -> Case:
     )
 
 
-def _lstm() -> Any:
-    ids = keras.Input((128,), dtype="int32")
-    x = layers.Embedding(20000, 512)(ids)
-    x = layers.LSTM(1024, return_sequences=True)(x)
-    return keras.Model(ids, layers.Dense(2)(layers.LSTM(1024)(x)))
-
-
 def _language_model(name: str, **options: Any) -> Any:
     import keras_hub
 
@@ -129,13 +121,6 @@ CASES = {
         "MLP, 4 x 4096, 4096 examples",
         lambda: dense(4096, 4),
         *(4096, ((4096,), "float32"), ((4096,), "float32")),
-    ),
-    # On a GPU it is cuDNN's, and JAX asks cuDNN for its sizes when it traces.
-    "LSTM": Case(
-        "LSTM, 2 x 1024, 64 x 128",
-        _lstm,
-        *(64, ((128,), "int32"), CLASS),
-        devices=("TPU v5e",),
     ),
     "GPT-2": _of_hub(
         "GPT2CausalLM",
