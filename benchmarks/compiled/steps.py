@@ -9,10 +9,12 @@ import keras
 import keras_mp
 from benchmarks.compiled import by_hand
 from benchmarks.compiled.cases import Case
-from benchmarks.compiled.devices import Device, as_if_there
+from benchmarks.compiled.devices import Device
+from benchmarks.compiled.private import as_if_there
 from benchmarks.compiled.roofline import cost_of
 from benchmarks.compiled.tables import BY_HAND, FLOAT32, KERAS, RECOMPUTED
 from benchmarks.results import Record
+from keras_mp.keras_seams import private
 from keras_mp.keras_seams.seams import uninstall
 
 
@@ -63,7 +65,7 @@ def _step(case: Case, device: Device, way: str) -> tuple[Any, tuple]:
     model.compile(keras.optimizers.Adam(1e-4), case.loss, metrics=[])
     data = case.data()
     model.optimizer.build(model.trainable_variables)
-    model._symbolic_build(data_batch=data)
+    private.build_from_batch(model, data)
     model.make_train_function()
     state = tuple(
         [v.value for v in variables]
