@@ -119,6 +119,34 @@ def test_probabilities_have_a_gradient_too():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_it_has_no_forward_derivative():
+    operands = HalfOperands("float32", "float32", False, "recomputed")
+
+    def of_chunks(inputs):
+        return chunks.losses(Product(inputs, KERNEL, operands), LABELS, 3)
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(of_chunks, (INPUTS,), (INPUTS,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode):
+    operands = HalfOperands("bfloat16", "bfloat16", False, mode)
+    gradient = jax.grad(
+        lambda x: chunks.losses(Product(x, KERNEL, operands), LABELS, 3).sum()
+    )
+    traced = jax.jit(gradient).trace(INPUTS)
+    products = {
+        platform: traced.lower(lowering_platforms=(platform,))
+        .as_text()
+        .count("stablehlo.dot_general")
+        for platform in ("cuda", "tpu")
+    }
+    # Of the gradient's two products in each chunk the kernel's is not asked for.
+    expected = {"cuda": 3 * 2, "tpu": 2} if mode == "in chunks" else None
+    assert products == (expected or dict.fromkeys(products, 3 * 3))
+
+
 def in_float64(step, inputs, kernel, kind):
     """The mean loss, and its gradients by the inputs, the kernel and the bias."""
     product = inputs @ kernel

@@ -267,7 +267,7 @@ class Engine:
     """
 
     loss_in_chunks = False
-    """Are a large head and its sparse cross-entropy differentiated in chunks?"""
+    """Are a large head and its cross-entropy differentiated in chunks?"""
 
     float32_in_cudnn: tuple[type, ...] = ()
     """Layers that cuDNN computes in float32 alone, where it computes them."""
