@@ -17,10 +17,10 @@ from processes import run
 
 import keras_mp
 from keras_mp.backends import products
-from keras_mp.backends.jax import chunks
+from keras_mp.backends.jax import chunks, one_pass
 from keras_mp.backends.jax import logits as known_logits
 from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.products import HalfOperands, number_of_chunks
+from keras_mp.backends.products import HalfOperands, number_of_chunks, number_recomputed
 from keras_mp.policies import heads
 
 CLASSES, WIDTH = 300, 16
@@ -84,27 +84,32 @@ HALVES = {
 ONE_HOT = (LABELS[..., None] == np.arange(CLASSES)).astype("float32")
 TARGETS = {"labels": LABELS, "probabilities": 0.8 * ONE_HOT + 0.2 / CLASSES}
 MODES = ["in chunks", "recomputed"]
-TABLE = [[*STEPS], [*HALVES], MODES, [1, 3], [*WRAPPED], [0, 1], [*TARGETS]]
+TABLE = [[*STEPS], [*HALVES], MODES, [1, 3], [*WRAPPED], [0, 1], [0, 1], [*TARGETS]]
 
 
 @pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
 def test_losses_and_gradients_are_those_of_float64(case):
-    step, half, mode, number, wrapped, tied, kind = case
-    operands = HalfOperands(*HALVES[half], bool(tied), mode)
+    step, half, mode, number, wrapped, tied, classes, kind = case
+    operands = HalfOperands(*HALVES[half], bool(tied), mode, bool(classes))
 
     def of_chunks(inputs, kernel, bias):
         half = (x.astype(operands.dtype) for x in (inputs, kernel))
         product = jnp.matmul(*half, preferred_element_type="float32")
         known_logits.note(product, Product(inputs, kernel, operands))
         head = known_logits.known(STEPS[step][0](product, bias))
-        return jnp.mean(chunks.losses(head, jnp.asarray(TARGETS[kind]), number))
+        losses, classes = chunks.losses(head, jnp.asarray(TARGETS[kind]), number)
+        return jnp.mean(losses), classes
 
     rounded = [x.astype(operands.dtype).astype("float64") for x in (INPUTS, KERNEL)]
-    expected = in_float64(STEPS[step][1], *rounded, kind)
-    of_chunks = jax.value_and_grad(WRAPPED[wrapped](of_chunks), (0, 1, 2))
+    logits, *expected = in_float64(STEPS[step][1], *rounded, kind)
+    of_chunks = jax.value_and_grad(WRAPPED[wrapped](of_chunks), (0, 1, 2), has_aux=True)
     found = jax.jit(of_chunks)(INPUTS, KERNEL, BIAS)
     rounding = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[operands.dtype]
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    loss, largest = found[0]
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    if classes:
+        own = np.take_along_axis(logits, np.asarray(largest)[..., None], -1)
+        np.testing.assert_allclose(own[..., 0], logits.max(-1), rtol=1e-5)
     for gradient, wanted in zip(found[1], expected[1], strict=True):
         gradient = np.asarray(gradient, "float64")
         error = np.linalg.norm(gradient - wanted)
@@ -114,7 +119,7 @@ def test_losses_and_gradients_are_those_of_float64(case):
 def test_probabilities_have_a_gradient_too():
     operands = HalfOperands("float32", "float32", False, "in chunks")
     head = Product(INPUTS, KERNEL, operands)
-    found = jax.grad(lambda x: chunks.losses(head, x, 3).sum())(jnp.asarray(ONE_HOT))
+    found = jax.grad(lambda x: chunks.losses(head, x, 3)[0].sum())(jnp.asarray(ONE_HOT))
     expected = -jax.nn.log_softmax(INPUTS @ KERNEL)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -123,7 +128,7 @@ def test_it_has_no_forward_derivative():
     operands = HalfOperands("float32", "float32", False, "recomputed")
 
     def of_chunks(inputs):
-        return chunks.losses(Product(inputs, KERNEL, operands), LABELS, 3)
+        return chunks.losses(Product(inputs, KERNEL, operands), LABELS, 3)[0]
 
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(of_chunks, (INPUTS,), (INPUTS,))
@@ -133,7 +138,7 @@ def test_it_has_no_forward_derivative():
 def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode):
     operands = HalfOperands("bfloat16", "bfloat16", False, mode)
     gradient = jax.grad(
-        lambda x: chunks.losses(Product(x, KERNEL, operands), LABELS, 3).sum()
+        lambda x: chunks.losses(Product(x, KERNEL, operands), LABELS, 3)[0].sum()
     )
     traced = jax.jit(gradient).trace(INPUTS)
     products = {
@@ -148,7 +153,7 @@ def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode):
 
 
 def in_float64(step, inputs, kernel, kind):
-    """The mean loss, and its gradients by the inputs, the kernel and the bias."""
+    """The logits, the mean loss, and its gradients: by inputs, kernel and bias."""
     product = inputs @ kernel
     logits, slope = step(product, BIAS.astype("float64"))
     highest = logits.max(-1, keepdims=True)
@@ -162,7 +167,7 @@ def in_float64(step, inputs, kernel, kind):
         by_bias = np.zeros_like(by_bias)
     rows = gradient.reshape(-1, CLASSES)
     by_kernel = inputs.reshape(-1, WIDTH).T @ rows
-    return losses.mean(), (gradient @ kernel.T, by_kernel, by_bias)
+    return logits, losses.mean(), (gradient @ kernel.T, by_kernel, by_bias)
 
 
 def decoder(kind="tied"):
@@ -226,12 +231,74 @@ def test_a_training_in_chunks_is_that_of_all_logits(kind, every_head_is_large, m
         (False, []),
         (False, ["accuracy"]),
         (True, ["accuracy"]),
+        (False, ["accuracy", TOP_3]),
     ]:
         keras_mp.set_global_policy(keras_mp.MixedFloat16(recompute_logits=recompute))
         made.clear()
         assert_alike(trained(decoder(kind), metrics=metrics), expected)
-        # A metric reads the logits, unless memory goes before time.
-        assert set(made) == ({4} if recompute or not metrics else set())
+        # One metric reads all logits.
+        assert set(made) == (set() if TOP_3 in metrics else {4})
+
+
+TOP_3 = "sparse_top_k_categorical_accuracy"
+ACCURACIES = {
+    "tied": "accuracy",
+    "capped": keras.metrics.SparseCategoricalAccuracy,
+    "dense": keras.metrics.sparse_categorical_accuracy,
+    "softmax": "sparse_categorical_accuracy",
+    "softmax apart": lambda: keras.metrics.SparseCategoricalAccuracy(name="own"),
+    "einsum": "acc",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
+    keras_mp.set_global_policy("mixed_float16")
+
+    def accuracies():
+        model = decoder(kind)
+        metric = ACCURACIES[kind]
+        metric = metric() if kind in ("capped", "softmax apart") else metric
+        last = getattr(model.layers[-1], "activation", None)
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=last is not keras.activations.softmax
+        )
+        model.compile("adam", loss, weighted_metrics=[metric])
+        history = model.fit(
+            IDS, IDS, epochs=8, verbose=0, validation_data=(IDS, IDS)
+        ).history
+        return [values for name, values in history.items() if "loss" not in name]
+
+    expected = unchunked(accuracies)
+    read, original = [], known_logits._look_up
+
+    def look_up(facts, tensor):
+        found = original(facts, tensor)
+        if facts is known_logits._classes:
+            read.append(found is not None)
+        return found
+
+    monkeypatch.setattr(known_logits, "_look_up", look_up)
+    assert accuracies() == expected
+    assert max(expected[0]) > 0
+    assert read == [True, True]  # In training and in validation.
+
+
+def test_the_largest_logit_is_the_one_that_argmax_finds():
+    logits = RANDOM.integers(0, 4, (64, CLASSES)).astype("float32")
+    logits[1, ::7], logits[2] = np.nan, -np.inf
+    found = one_pass.log_sums_and_largest(jnp.asarray(logits))
+    np.testing.assert_array_equal(found[2], jnp.argmax(logits, -1))
+    np.testing.assert_array_equal(found[1][3:], logits[3:].max(-1))
+    np.testing.assert_array_equal(found[0], one_pass.log_sums(jnp.asarray(logits)))
+
+
+def test_metrics_of_what_is_made_of_logits_read_that(every_head_is_large, made):
+    keras_mp.set_global_policy("mixed_float16")
+    model = decoder()
+    model = keras.Model(model.inputs, keras.ops.negative(model.output))
+    trained(model, metrics=["accuracy"])
+    assert not made
 
 
 OPTIONS = {
@@ -300,10 +367,21 @@ def test_what_is_not_known_is_left_as_it_was(kind, every_head_is_large, made):
 
 def test_the_number_of_chunks_grows_with_the_square_root():
     sizes = {"1 MB": 2**20, "a decoder": 823e6, "batch of 32": 3.3e9, "large": 2**36}
-    numbers = {name: number_of_chunks(x, "in chunks") for name, x in sizes.items()}
+    numbers = {
+        name: number_of_chunks(x, 768, "in chunks", False) for name, x in sizes.items()
+    }
     assert numbers == {"1 MB": 0, "a decoder": 4, "batch of 32": 7, "large": 32}
-    assert number_of_chunks(2**20, "recomputed") == 1
-    assert number_of_chunks(2**36, "whole") == 0
+    assert number_of_chunks(2**20, 768, "recomputed", False) == 1
+    assert number_of_chunks(2**36, 768, "whole", False) == 0
+
+
+def test_for_accuracy_a_narrow_head_computes_half_of_its_logits_again():
+    number = [number_of_chunks(2**36, x, "in chunks", True) for x in (1024, 2048)]
+    assert number == [32, 0]
+    recomputed = [number_recomputed(x, "in chunks", True) for x in (1, 2, 5, 32)]
+    assert recomputed == [0, 1, 3, 16]
+    assert number_recomputed(5, "in chunks", False) == 0
+    assert number_recomputed(5, "recomputed", True) == 5
 
 
 def test_on_several_devices_losses_are_the_same():

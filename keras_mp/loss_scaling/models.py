@@ -76,7 +76,7 @@ def scale_optimizers(model: Any) -> None:
     heads.note_compiled(
         private.layers_in(model),
         _scales(model.optimizer),
-        bool(config.get("metrics") or config.get("weighted_metrics")),
+        [config.get("metrics"), config.get("weighted_metrics")],
     )
 
 

@@ -26,6 +26,17 @@ from keras_mp.policies.record import record_of, records
 # 8 %, with 2**24 16 %: four Dense of one width, batches of 512 and 4096, compiled and
 # read as flops and bytes.
 LARGE = 2**18
+# The metrics, as `compile` takes them, that read which logit is the largest alone.
+_OF_CLASSES = (
+    "accuracy",
+    "acc",
+    "sparse_categorical_accuracy",
+    "categorical_accuracy",
+    keras.metrics.sparse_categorical_accuracy,
+    keras.metrics.categorical_accuracy,
+    keras.metrics.SparseCategoricalAccuracy,
+    keras.metrics.CategoricalAccuracy,
+)
 IN_FILES = "keras_mp_heads"
 
 
@@ -46,21 +57,22 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     weights = contextlib.nullcontext()
     if not layer.autocast:
         weights = private.AutocastScope(None)
-    how = HalfOperands(dtype, gradient, tied, reading_of_logits(layer))
+    how = HalfOperands(dtype, gradient, tied, *reading_of_logits(layer))
     with half_operands(how), weights:
         outputs = original()
     engine.note_logits(outputs)
     return outputs
 
 
-def reading_of_logits(layer: Any) -> str:
-    """How a loss may read what a head returns; see `HalfOperands`."""
+def reading_of_logits(layer: Any) -> tuple[str, bool]:
+    """`logits` and `classes` of the `HalfOperands` of a head."""
     decision: Any = decision_for(layer)
+    read = records[id(layer)].metrics_read
     # A model from a file knows no policy of ours but the global one.
     chooser = decision.chooser or keras.config.dtype_policy()
     if getattr(chooser, "recompute_logits", False):
-        return "recomputed"
-    return "whole" if records[id(layer)].has_metrics else "in chunks"
+        return "recomputed", read == "classes"
+    return "whole" if read == "logits" else "in chunks", read == "classes"
 
 
 def half_products(layer: Any, inputs: Any) -> str | None:
@@ -113,16 +125,19 @@ def find_heads(model: Any, config: dict[str, Any]) -> None:
             record_of(layer).decision = decision
 
 
-def note_compiled(layers: list[Any], scaled: bool, metrics: bool) -> None:
+def note_compiled(layers: list[Any], scaled: bool, metrics: Any) -> None:
     """Remembers of the heads among layers what their model was compiled with.
 
     Args:
         layers: of the model.
         scaled: whether its loss is scaled.
-        metrics: whether it has metrics, which may read what the heads return.
+        metrics: all that it was compiled with, nested.
     """
+    given = keras.tree.flatten(metrics)
+    known = {x in _OF_CLASSES or type(x) in _OF_CLASSES for x in given if x is not None}
+    read = "logits" if False in known else "classes" if known else "nothing"
     for layer in layers:
         decision = decision_for(layer)
         if decision is not None and decision.head:
             record = records[id(layer)]
-            record.loss_is_scaled, record.has_metrics = scaled, metrics
+            record.loss_is_scaled, record.metrics_read = scaled, read

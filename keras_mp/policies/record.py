@@ -23,7 +23,7 @@ _REMEMBERED = (
     "returned",
     "keeps_input_dtypes",
     "loss_is_scaled",
-    "has_metrics",
+    "metrics_read",
 )
 
 
@@ -40,7 +40,8 @@ class Record:
             reference to the layer that made it, or None.
         keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
         loss_is_scaled: of a head, whether the loss that reads it is scaled.
-        has_metrics: of a head, whether its model was compiled with metrics.
+        metrics_read: of a head, what the metrics of its model read of what it returns:
+            "nothing", the largest "classes", or "logits".
     """
 
     __slots__ = ("_layer", *_REMEMBERED)
@@ -58,7 +59,7 @@ class Record:
         self.returned: Any = None
         self.keeps_input_dtypes = False
         self.loss_is_scaled = False
-        self.has_metrics = False
+        self.metrics_read = "nothing"
 
 
 # The records by the id of their layer, for a look that makes none.

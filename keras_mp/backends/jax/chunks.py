@@ -18,7 +18,7 @@ from jax import lax
 from keras_mp.backends.jax import one_pass
 from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.jax.products import in_float32, multiply
-from keras_mp.backends.products import number_of_chunks
+from keras_mp.backends.products import number_of_chunks, number_recomputed
 
 _LANES = 128  # Chunks are multiples of what matrix units take.
 
@@ -28,13 +28,19 @@ def number_for(head: Product) -> int:
     shape = *head.inputs.shape[:-1], head.kernel.shape[-1]
     distribution: Any = keras.distribution.distribution()
     devices = math.prod(distribution.device_mesh.shape) if distribution else 1
-    return number_of_chunks(4 * math.prod(shape) // devices, head.operands.logits)
+    size, width = 4 * math.prod(shape) // devices, head.kernel.shape[0]
+    return number_of_chunks(size, width, head.operands.logits, head.operands.classes)
 
 
 def losses(head: Product, targets: Any, number: int) -> Any:
-    """The losses (...,) for integer labels (...,), or for probabilities (..., classes).
+    """The losses (...,), and the class of the largest logit (...,) if metrics read it.
 
     There is no forward derivative (`jax.jvp`).
+
+    Args:
+        head: the logits (..., classes).
+        targets: integer labels (...,), or probabilities (..., classes).
+        number: of chunks.
     """
     in_chunks = functools.partial(_losses, head, number)
     operands = head.inputs, head.kernel, list(head.others), targets
@@ -50,7 +56,10 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
     classes = head.kernel.shape[-1]
     size = _LANES * -(-classes // (_LANES * number))
     chunks = [_Chunk(head, i, min(i + size, classes)) for i in range(0, classes, size)]
-    recomputed = head.operands.logits == "recomputed"
+    # In the forward pass they come first, in the backward pass last: so what is kept is
+    # there for the shortest time.
+    how = head.operands
+    recomputed = number_recomputed(len(chunks), how.logits, how.classes)
 
     @jax.custom_vjp
     def run(*operands: Any) -> Any:
@@ -58,47 +67,60 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
 
     def forward(inputs: Any, kernel: Any, others: Sequence, targets: Any) -> Any:
         operands = inputs, kernel, others, targets
+        half = kernel.astype(head.operands.dtype)
         own = jnp.zeros(inputs.shape[:-1], "float32")
         sums: list[Any] = []
         products: list[Any] = []
-        for chunk in chunks:
-            if recomputed and sums:
+        largest: list[tuple[Any, Any]] = []
+        for index, chunk in enumerate(chunks):
+            if sums and index <= recomputed:
                 # One after the other: XLA would keep the logits of several.
                 after = lax.optimization_barrier((inputs, own, sums[-1]))
                 inputs, own, sums[-1] = after
-            product = chunk.product(inputs, kernel)
+            product = chunk.product(inputs, half)
             logits = chunk.logits(product, others)
-            sums.append(one_pass.log_sums(logits))
+            if head.operands.classes:
+                total, *its_largest = one_pass.log_sums_and_largest(logits)
+                largest.append((its_largest[0], its_largest[1] + chunk.start))
+            else:
+                total = one_pass.log_sums(logits)
+            sums.append(total)
             own += chunk.own(logits, targets)
-            products.append(product)
+            products.append(product if index >= recomputed else None)
         total = jax.nn.logsumexp(jnp.stack(sums), axis=0)
-        kept = total, None if recomputed else products
         losses = _weights(targets) * total - own
-        return jnp.where(_is_none(targets, classes), 0, losses), (*operands, *kept)
+        losses = jnp.where(_is_none(targets, classes), 0, losses)
+        results = losses, _class_of(largest) if largest else None
+        return results, (*operands, half, total, products)
 
-    def backward(kept: Sequence, gradient: Any) -> Any:
-        inputs, kernel, others, targets, total, products = kept
+    def backward(kept: Sequence, gradients: Any) -> Any:
+        inputs, kernel, others, targets, half, total, products = kept
+        gradient, _ = gradients
         weights = _weights(targets)[..., jnp.newaxis]
         gradient = jnp.where(_is_none(targets, classes), 0, gradient)[..., jnp.newaxis]
         by_inputs = jnp.zeros(inputs.shape, "float32")
-        by_kernel, by_targets, by_others = [], [], [0.0] * len(others)
-        for index, chunk in enumerate(chunks):
-            # Again one after the other.
-            after = lax.optimization_barrier((inputs, total, by_inputs))
-            inputs, total, by_inputs = after
-            product = chunk.product(inputs, kernel) if recomputed else products[index]
+        by_kernel, by_targets = [None] * len(chunks), [None] * len(chunks)
+        by_others = [0.0] * len(others)
+        for index in (*range(recomputed, len(chunks)), *range(recomputed)):
+            chunk, product = chunks[index], products[index]
+            # Again one after the other, and so the parts of the kernel, too.
+            after = lax.optimization_barrier((inputs, half, total, by_inputs))
+            inputs, half, total, by_inputs = after
+            if product is None:
+                product = chunk.product(inputs, half)
             logits, pull = jax.vjp(chunk.logits, product, others)
             logarithms = logits - total[..., jnp.newaxis]
             slope = jnp.exp(logarithms) * weights
             slope -= chunk.targets(targets, logits)
             by_product, more = pull(slope * gradient)
-            by_targets.append(-logarithms * gradient)
+            by_targets[index] = -logarithms * gradient
             by_others = [
                 x if y.dtype == jax.dtypes.float0 else x + y
                 for x, y in zip(by_others, more, strict=True)
             ]
-            by_inputs += chunk.by_inputs(by_product, kernel)
-            by_kernel.append(chunk.by_kernel(inputs, by_product))
+            same = head.operands.gradient == head.operands.dtype
+            by_inputs += chunk.by_inputs(by_product, half if same else kernel)
+            by_kernel[index] = chunk.by_kernel(inputs, by_product)
         by_all = jnp.concatenate(by_kernel, axis=1).astype(kernel.dtype)
         floating = [
             x if jnp.issubdtype(y.dtype, jnp.floating) else None
@@ -111,6 +133,13 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
 
     run.defvjp(forward, backward)
     return run(*operands)
+
+
+def _class_of(largest: Sequence[tuple[Any, Any]]) -> Any:
+    """The class of the largest logit: of each chunk's largest and its class, (...,)."""
+    logits, classes = map(jnp.stack, zip(*largest, strict=True))
+    chunk = jnp.argmax(logits, axis=0)[jnp.newaxis]
+    return jnp.take_along_axis(classes, chunk, axis=0)[0]
 
 
 def _are_probabilities(targets: Any) -> bool:
@@ -135,21 +164,19 @@ class _Chunk:
     """The classes from `start` to `stop` of a head."""
 
     def __init__(self, head: Product, start: int, stop: int) -> None:
-        self._head, self._start, self._stop = head, start, stop
+        self._head, self.start, self._stop = head, start, stop
 
-    def product(self, inputs: Any, kernel: Any) -> Any:
-        half = self._head.operands.dtype
-        part = self._part(kernel).astype(half)
-        return in_float32(multiply, inputs.astype(half), part)
+    def product(self, inputs: Any, half: Any) -> Any:
+        return in_float32(multiply, inputs.astype(half.dtype), self._part(half))
 
     def logits(self, product: Any, others: Sequence) -> Any:
-        return self._head.follow(product, others, self._start, self._stop)
+        return self._head.follow(product, others, self.start, self._stop)
 
     def own(self, logits: Any, targets: Any) -> Any:
         """The logits of the targets that are among these classes, 0 for the others."""
         if _are_probabilities(targets):
             return jnp.sum(self._part(targets) * logits, axis=-1)
-        labels = targets - self._start
+        labels = targets - self.start
         is_here = one_pass.is_class(labels, logits)
         return jnp.where(is_here, one_pass.own(logits, labels), 0)
 
@@ -157,7 +184,7 @@ class _Chunk:
         """The probabilities of these classes."""
         if _are_probabilities(targets):
             return self._part(targets)
-        return one_pass.is_label(targets - self._start, logits)
+        return one_pass.is_label(targets - self.start, logits)
 
     def by_inputs(self, by_product: Any, kernel: Any) -> Any:
         dtype = self._head.operands.gradient
@@ -178,4 +205,4 @@ class _Chunk:
         return run(*pair, operands.gradient).astype("float32")
 
     def _part(self, x: Any) -> Any:
-        return lax.slice_in_dim(x, self._start, self._stop, axis=x.ndim - 1)
+        return lax.slice_in_dim(x, self.start, self._stop, axis=x.ndim - 1)

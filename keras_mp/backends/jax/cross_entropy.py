@@ -50,7 +50,7 @@ def _loss(original: Callable) -> Callable:
             labels = jnp.squeeze(labels, -1)
         if labels.shape != output.shape[:-1] or _may_be_parted_by_classes():
             return original(target, output, from_logits, axis)
-        losses = _losses(x, labels)
+        losses = _losses(x, labels, output)
         if not from_logits:  # As Keras clips probabilities.
             epsilon = keras.config.epsilon()
             limits = -jnp.log(jnp.asarray([1 - epsilon, epsilon], losses.dtype))
@@ -72,7 +72,7 @@ def _loss_of_probabilities(original: Callable) -> Callable:
         targets = jnp.asarray(target, output.dtype)
         if targets.shape != output.shape or _may_be_parted_by_classes():
             return original(target, output, from_logits, axis)
-        in_chunks = _in_chunks(output, targets)
+        in_chunks = _in_chunks(output, targets, output)
         return in_chunks() if in_chunks else original(target, output, True, axis)
 
     return loss
@@ -85,15 +85,29 @@ def _may_be_parted_by_classes() -> bool:
     return not isinstance(distribution, parted_by_examples)
 
 
-def _losses(x: Any, labels: Any) -> Any:
-    in_chunks = _in_chunks(x, labels)
+def _losses(x: Any, labels: Any, output: Any) -> Any:
+    in_chunks = _in_chunks(x, labels, output)
     return in_chunks() if in_chunks else one_pass.losses(x, labels)
 
 
-def _in_chunks(x: Any, targets: Any) -> Callable[[], Any] | None:
-    """Computes the losses of logits in chunks; None if they are small or not known."""
+def _in_chunks(x: Any, targets: Any, output: Any) -> Callable[[], Any] | None:
+    """Computes the losses of logits in chunks; None if they are small or not known.
+
+    Args:
+        x: logits.
+        targets: labels, or probabilities.
+        output: the logits, or their softmax.
+    """
     fact = logits.known(x)
     if not (isinstance(fact, Product) and compilation.is_tracing()):
         return None
+    # Metrics read what the model returns, not what the loss has made of it.
+    if fact.operands.classes and not fact.returned:
+        return None
     number = chunks.number_for(fact)
-    return functools.partial(chunks.losses, fact, targets, number) if number else None
+
+    def losses() -> Any:
+        found, classes = chunks.losses(fact, targets, number)
+        return found if classes is None else logits.note_classes(found, output, classes)
+
+    return losses if number else None

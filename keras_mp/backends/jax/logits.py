@@ -16,6 +16,7 @@ import keras
 from jax import lax
 
 from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.jax.private import are_of_one_trace
 from keras_mp.backends.products import HalfOperands
 
 
@@ -32,6 +33,7 @@ class Product(NamedTuple):
         operands: how it is computed.
         others: the tensors that the steps take, which broadcast to the product.
         steps: elementwise functions of what is made so far and of `others`.
+        returned: whether the head returned it just so.
     """
 
     inputs: Any
@@ -39,6 +41,7 @@ class Product(NamedTuple):
     operands: HalfOperands
     others: tuple[Any, ...] = ()
     steps: tuple[Callable[[Any, Sequence[Any]], Any], ...] = ()
+    returned: bool = False
 
     def follow(self, product: Any, others: Sequence[Any], start: int, stop: int) -> Any:
         """The logits of the classes from `start` to `stop`, of the product for them."""
@@ -59,24 +62,67 @@ class Probabilities(NamedTuple):
 
 _PRODUCT = object()  # In place of the product itself, which nothing may keep alive.
 _known: dict[int, tuple[weakref.ref, Any]] = {}
+_classes: dict[int, tuple[weakref.ref, Any]] = {}  # Of the largest logits.
 
 
 def note(tensor: Any, fact: Head | Product | Probabilities) -> None:
-    if isinstance(tensor, jax.Array):
-        key = id(tensor)
-        reference = weakref.ref(tensor, lambda _: _known.pop(key, None))
-        _known[key] = (reference, fact)
+    _note(_known, tensor, fact)
 
 
 def known(tensor: Any) -> Head | Product | Probabilities | None:
-    reference, fact = _known.get(id(tensor), (None, None))
+    return _look_up(_known, tensor)
+
+
+def _note(facts: dict[int, tuple[weakref.ref, Any]], tensor: Any, fact: Any) -> None:
+    if isinstance(tensor, jax.Array):
+        key = id(tensor)
+        facts[key] = weakref.ref(tensor, lambda _: facts.pop(key, None)), fact
+
+
+def _look_up(facts: dict[int, tuple[weakref.ref, Any]], tensor: Any) -> Any:
+    reference, fact = facts.get(id(tensor), (None, None))
     return fact if reference is not None and reference() is tensor else None
 
 
+def note_classes(losses: Any, output: Any, classes: Any) -> Any:
+    """Lets the class of an output's largest element be known where metrics read it.
+
+    Args:
+        losses: any tensor that the step goes on with.
+        output: (..., classes), what a head or a softmax after it returned.
+        classes: the class of its largest element, (...,).
+
+    Returns:
+        `losses`, to go on with.
+    """
+    _note(_classes, output, classes)
+    return _noting(losses, output, classes)
+
+
+# Keras differentiates the loss by `jax.value_and_grad` and computes metrics outside:
+# what the model returned is another tracer there. It is the one that `_note_outside`
+# gets, as JAX calls it with what the tracers of the differentiation stand for.
+@jax.custom_jvp
+def _noting(losses: Any, output: Any, classes: Any) -> Any:
+    return losses
+
+
+@_noting.defjvp
+def _note_outside(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
+    losses, output, classes = primals
+    _note(_classes, output, classes)
+    return losses, tangents[0]
+
+
 def note_outputs(outputs: Any) -> None:
-    """Remembers what a head returns, where it is not known already."""
+    """Remembers what a head returns."""
     for output in keras.tree.flatten(outputs):
-        if known(output) is None:
+        fact = known(output)
+        logits = fact.logits if isinstance(fact, Probabilities) else output
+        product = known(logits)
+        if isinstance(product, Product):
+            note(logits, product._replace(returned=True))
+        elif fact is None:
             note(output, Head())
 
 
@@ -91,7 +137,21 @@ def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
         return lambda original: _followed(inner(original))
 
     names = (*others, "divide", "tanh", "where")
-    return {name: wrapper(name) for name in names}
+    return {**{name: wrapper(name) for name in names}, "argmax": _argmax}
+
+
+def _argmax(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+        classes = _look_up(_classes, x) if _classes else None
+        is_last = (
+            axis in (-1, x.ndim - 1) and not keepdims if classes is not None else 0
+        )
+        if is_last and are_of_one_trace(x, classes):
+            return classes
+        return original(x, axis=axis, keepdims=keepdims)
+
+    return argmax
 
 
 def _followed(original: Callable) -> Callable:
@@ -126,4 +186,7 @@ def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> 
         arguments = (x if i is None else others[i] for x, i in places)
         return original(*(product if x is _PRODUCT else x for x in arguments))
 
-    note(result, fact._replace(others=tuple(others), steps=(*fact.steps, step)))
+    note(
+        result,
+        fact._replace(others=tuple(others), steps=(*fact.steps, step), returned=False),
+    )

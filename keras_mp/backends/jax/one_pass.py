@@ -61,6 +61,17 @@ def log_sums(logits: Any) -> Any:
     return largest + jnp.log(total)
 
 
+def log_sums_and_largest(logits: Any) -> tuple[Any, Any, Any]:
+    """The same, the largest logits and their classes, in the same pass: (...,) each."""
+    lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    axis = logits.ndim - 1
+    classes = lax.broadcasted_iota("int32", logits.shape, axis)
+    operands = logits, jnp.ones_like(logits), classes
+    nothing = jnp.zeros((), logits.dtype), jnp.zeros((), "int32")
+    largest, total, first = lax.reduce(operands, (lowest, *nothing), _of_all, (axis,))
+    return largest + jnp.log(total), largest, first
+
+
 @log_sums.defjvp
 def _log_sums_derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
     tangent = jnp.sum(_probabilities(primals[0]) * tangents[0], axis=-1)
@@ -76,6 +87,13 @@ def _of_both(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     largest = lax.max(x[0], y[0])
     terms = (z[1] * lax.exp(z[0] - largest) for z in (x, y))
     return largest, sum(terms)
+
+
+def _of_all(x: tuple[Any, ...], y: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same, and the class of the maximum: the first one, and nan before numbers."""
+    is_x, is_y = ((a[0] > b[0]) | (a[0] != a[0]) for a, b in ((x, y), (y, x)))
+    one = lax.select(is_x, x[2], y[2])
+    return *_of_both(x, y), lax.select(is_x == is_y, lax.min(x[2], y[2]), one)
 
 
 def is_label(labels: Any, logits: Any) -> Any:

@@ -10,6 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 # JAX asks for the cuDNN of this process when attention is traced. It raises where there
 # is none, though the program may be compiled for a GPU from here.
 _CHECK = "check_cudnn_version"
+_TRACE = "_trace"
 # The first with all that JAX asks of it for GPUs up to Hopper.
 _ASSUMED = 91000
 
@@ -27,6 +28,14 @@ def cudnn_assumed() -> Iterator[None]:
         yield
     finally:
         _assumed.reset(token)
+
+
+def are_of_one_trace(a: Any, b: Any) -> bool:
+    """Are two tensors parts of one program, so that one may stand for the other?
+
+    JAX raises where a tracer of an inner program is used outside.
+    """
+    return getattr(a, _TRACE, None) is getattr(b, _TRACE, None)
 
 
 def _lenient(original: Callable) -> Any:

@@ -20,7 +20,7 @@ def repairs() -> dict[str, Wrapper]:
 
 
 def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
-    half, gradient, tied, _ = operands
+    half, gradient, tied = operands[:3]
 
     @tf.custom_gradient
     def product(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, Callable]:

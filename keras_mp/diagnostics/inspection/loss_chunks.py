@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_mp.backends import engine
-from keras_mp.backends.products import number_of_chunks
+from keras_mp.backends.products import number_of_chunks, number_recomputed
 from keras_mp.display.tables import in_bytes
 from keras_mp.keras_seams import private
 from keras_mp.policies import heads
@@ -30,23 +30,38 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
     for layer in private.layers_in(model):
         for node in calls.get(id(layer), []):
             (*_, shape) = (tensor.shape for tensor in node.outputs)
-            kernel = any(shape[-1] in v.shape for v in _matrices(layer))
-            known = kernel and None not in shape[1:]
+            kernels = [v.shape for v in _matrices(layer) if shape[-1] in v.shape]
+            known = kernels and None not in shape[1:]
             if known and heads.half_products(layer, node.input_tensors):
-                sentences.append(_sentence(layer, 4 * _BATCH * math.prod(shape[1:])))
+                size = 4 * _BATCH * math.prod(shape[1:])
+                width = math.prod(kernels[0]) // shape[-1]
+                sentences.append(_sentence(layer, size, width))
     return tuple(filter(None, sentences))
 
 
-def _sentence(layer: Any, size: int) -> str:
-    """Of a head whose logits take so many bytes; empty if they are small."""
-    mode = heads.reading_of_logits(layer)
-    number = number_of_chunks(size, "in chunks" if mode == "whole" else mode)
+def _sentence(layer: Any, size: int, width: int) -> str:
+    """Of a head whose logits take so many bytes; empty if they are small.
+
+    Args:
+        layer: the head.
+        size: of its logits.
+        width: of its inputs.
+    """
+    mode, classes = heads.reading_of_logits(layer)
+    number = number_of_chunks(size, width, mode, classes)
+    if not number:
+        mode = "whole"
+        number = number_of_chunks(size, width, "in chunks", classes=False)
+    elif number_recomputed(number, mode, classes) not in (0, number):
+        mode = "half recomputed"
     if not number:
         return ""
     path, size_of = layer_path(layer), in_bytes(size)
     chunks = f"in {number} chunk{'s' if number > 1 else ''}"
     in_words = {
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
+        "half recomputed": f"head and loss {chunks}; for the metrics half of the "
+        f"logits ({size_of}) are computed again in the backward pass",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
         "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
