@@ -62,7 +62,8 @@ class Case(NamedTuple):
 IDS, IMAGES = ((LENGTH,), "int32"), ((224, 224, 3), "float32")
 CLASS = ((), "int32")
 # XLA tries Triton's tiles on the GPU; without one it takes some that do not fit the 197
-# rows of ViT, and fails. All products of it are cuBLAS's then, under every policy.
+# rows of ViT or the channels of SegFormer, and fails. All products of it are cuBLAS's
+# then, under every policy.
 NO_TRITON = (("xla_gpu_enable_triton_gemm", False),)
 
 
@@ -82,6 +83,41 @@ def _language_model(name: str, **options: Any) -> Any:
     return task(backbone=backbone, preprocessor=None)
 
 
+def _seq2seq() -> Any:
+    import keras_hub
+
+    backbone = keras_hub.models.T5Backbone(
+        vocabulary_size=32128,
+        num_layers=2,
+        num_heads=12,
+        hidden_dim=768,
+        intermediate_dim=3072,
+    )
+    return keras_hub.models.T5Seq2SeqLM(backbone=backbone, preprocessor=None)
+
+
+def _segmenter() -> Any:
+    import keras_hub
+
+    encoder = keras_hub.models.MiTBackbone(
+        image_shape=(512, 512, 3),
+        hidden_dims=[32, 64, 160, 256],
+        num_layers=4,
+        layerwise_depths=[2, 2, 2, 2],
+        layerwise_num_heads=[1, 2, 5, 8],
+        layerwise_sr_ratios=[8, 4, 2, 1],
+        layerwise_patch_sizes=[7, 3, 3, 3],
+        layerwise_strides=[4, 2, 2, 2],
+        max_drop_path_rate=0.1,
+    )
+    backbone = keras_hub.models.SegFormerBackbone(
+        image_encoder=encoder, projection_filters=256
+    )
+    return keras_hub.models.SegFormerImageSegmenter(
+        backbone=backbone, num_classes=150, preprocessor=None
+    )
+
+
 def _classifier(name: str) -> Any:
     import keras_hub
 
@@ -93,6 +129,7 @@ def _classifier(name: str) -> Any:
     return task(backbone=backbone, num_classes=2, preprocessor=None)
 
 
+_PARTS = "encoder", "decoder"
 _OF_HUB = {"token_ids": IDS, "padding_mask": ((LENGTH,), "bool")}
 
 
@@ -158,6 +195,20 @@ CASES = {
             head_dim=256,
         ),
         *(_OF_HUB, IDS),
+    ),
+    "T5": _of_hub(
+        "T5Seq2SeqLM",
+        _seq2seq,
+        {f"{part}_{name}": spec for part in _PARTS for name, spec in _OF_HUB.items()},
+        IDS,
+    ),
+    "SegFormer": Case(
+        "KerasHub's SegFormerImageSegmenter, B0, 8 images of 512 x 512",
+        _segmenter,
+        *(8, ((512, 512, 3), "float32"), ((512, 512), "int32")),
+        devices=("H100",),
+        options=NO_TRITON,
+        package="keras_hub",
     ),
     "BERT": _of_hub(
         "BertTextClassifier",
