@@ -293,6 +293,22 @@ def test_the_largest_logit_is_the_one_that_argmax_finds():
     np.testing.assert_array_equal(found[0], one_pass.log_sums(jnp.asarray(logits)))
 
 
+def test_a_loss_of_an_inner_program_tells_the_outer_one_nothing(every_head_is_large):
+    keras_mp.set_global_policy("mixed_float16")
+    model = decoder()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    weights = [v.value for v in model.trainable_variables]
+
+    def run(weights):
+        outputs, _ = model.stateless_call(weights, [], IDS)
+        value = jax.lax.cond(IDS.sum() > 0, lambda: loss(IDS, outputs), lambda: 0.0)
+        return value, ops.argmax(outputs, axis=-1), jnp.argmax(outputs, axis=-1)
+
+    _, found, expected = jax.jit(run)(weights)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_metrics_of_what_is_made_of_logits_read_that(every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     model = decoder()

@@ -144,10 +144,8 @@ def _argmax(original: Callable) -> Callable:
     @functools.wraps(original)
     def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
         classes = _look_up(_classes, x) if _classes else None
-        is_last = (
-            axis in (-1, x.ndim - 1) and not keepdims if classes is not None else 0
-        )
-        if is_last and are_of_one_trace(x, classes):
+        is_known = classes is not None and axis in (-1, x.ndim - 1) and not keepdims
+        if is_known and are_of_one_trace(x, classes):
             return classes
         return original(x, axis=axis, keepdims=keepdims)
 
@@ -186,7 +184,5 @@ def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> 
         arguments = (x if i is None else others[i] for x, i in places)
         return original(*(product if x is _PRODUCT else x for x in arguments))
 
-    note(
-        result,
-        fact._replace(others=tuple(others), steps=(*fact.steps, step), returned=False),
-    )
+    steps = (*fact.steps, step)
+    note(result, fact._replace(others=tuple(others), steps=steps, returned=False))

@@ -10,9 +10,13 @@ from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 # JAX asks for the cuDNN of this process when attention is traced. It raises where there
 # is none, though the program may be compiled for a GPU from here.
 _CHECK = "check_cudnn_version"
-_TRACE = "_trace"
 # The first with all that JAX asks of it for GPUs up to Hopper.
 _ASSUMED = 91000
+
+# JAX says nowhere of which program a tracer is a part. Without the name it is taken for
+# one of the same, which is wrong only if a loss within `lax.cond`, say, reads what was
+# made outside.
+_TRACE = "_trace"
 
 _assumed = contextvars.ContextVar("assumed", default=False)
 
