@@ -103,9 +103,11 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
         by_others = [0.0] * len(others)
         for index in (*range(recomputed, len(chunks)), *range(recomputed)):
             chunk, product = chunks[index], products[index]
-            # Again one after the other, and so the parts of the kernel, too.
-            after = lax.optimization_barrier((inputs, half, total, by_inputs))
-            inputs, half, total, by_inputs = after
+            # Again one after the other.
+            after = lax.optimization_barrier((inputs, total, by_inputs))
+            inputs, total, by_inputs = after
+            if len(chunks) > 1:  # XLA would make all parts of the kernel at once.
+                half, by_inputs = lax.optimization_barrier((half, by_inputs))
             if product is None:
                 product = chunk.product(inputs, half)
             logits, pull = jax.vjp(chunk.logits, product, others)
