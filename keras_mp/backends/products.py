@@ -47,11 +47,10 @@ class HalfOperands(NamedTuple):
 ONE_CHUNK = 2**26
 
 
-# Of the inputs of a head. If metrics read classes, half of the logits are computed
-# again where that is cheap. On an H100, compiled and read, with the accuracy that
-# KerasHub brings, in chunks and as a whole, over float32: GPT-2, 768 wide, 1.58 in 0.75
-# and 1.62 in 1.03; but of 2048, Llama 1.71 in 0.67 and 1.85 in 0.73, Gemma 1.45 in 0.92
-# and 1.61 in 1.11.
+# The width of a head's inputs up to which half of the logits are computed again, if
+# metrics read classes. On an H100, compiled and read with this limit moved, in chunks
+# and as a whole, over float32: GPT-2, 768 wide, 1.58 in 0.75 and 1.62 in 1.03; but of
+# 2048, Llama 1.71 in 0.67 and 1.85 in 0.73, Gemma 1.45 in 0.92 and 1.61 in 1.11.
 NARROW = 1024
 
 

@@ -29,6 +29,7 @@ and what the backend's `repairs` name:
     matmul, einsum, conv         have half-precision operands in a model's heads
     softmax, sparse_categorical_crossentropy  read a head's logits once
     categorical_crossentropy     reads them in chunks
+    argmax                       takes what the loss has found
     divide, tanh, where          let the loss know what was done to them
     gelu, selu                   keep their input alone for the gradient
     moments                      has a gradient of one pass

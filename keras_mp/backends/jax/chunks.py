@@ -56,9 +56,9 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
     classes = head.kernel.shape[-1]
     size = _LANES * -(-classes // (_LANES * number))
     chunks = [_Chunk(head, i, min(i + size, classes)) for i in range(0, classes, size)]
-    # In the forward pass they come first, in the backward pass last: so what is kept is
-    # there for the shortest time.
     how = head.operands
+    # These come first in the forward pass and last in the backward pass, so that what
+    # is kept is there for the shortest time.
     recomputed = number_recomputed(len(chunks), how.logits, how.classes)
 
     @jax.custom_vjp
@@ -67,7 +67,7 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
 
     def forward(inputs: Any, kernel: Any, others: Sequence, targets: Any) -> Any:
         operands = inputs, kernel, others, targets
-        half = kernel.astype(head.operands.dtype)
+        half = kernel.astype(how.dtype)
         own = jnp.zeros(inputs.shape[:-1], "float32")
         sums: list[Any] = []
         products: list[Any] = []
@@ -79,9 +79,9 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
                 inputs, own, sums[-1] = after
             product = chunk.product(inputs, half)
             logits = chunk.logits(product, others)
-            if head.operands.classes:
-                total, *its_largest = one_pass.log_sums_and_largest(logits)
-                largest.append((its_largest[0], its_largest[1] + chunk.start))
+            if how.classes:
+                total, highest, first = one_pass.log_sums_and_largest(logits)
+                largest.append((highest, first + chunk.start))
             else:
                 total = one_pass.log_sums(logits)
             sums.append(total)
@@ -120,8 +120,8 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
                 x if y.dtype == jax.dtypes.float0 else x + y
                 for x, y in zip(by_others, more, strict=True)
             ]
-            same = head.operands.gradient == head.operands.dtype
-            by_inputs += chunk.by_inputs(by_product, half if same else kernel)
+            factor = half if how.gradient == how.dtype else kernel
+            by_inputs += chunk.by_inputs(by_product, factor)
             by_kernel[index] = chunk.by_kernel(inputs, by_product)
         by_all = jnp.concatenate(by_kernel, axis=1).astype(kernel.dtype)
         floating = [

@@ -50,7 +50,9 @@ def _loss(original: Callable) -> Callable:
             labels = jnp.squeeze(labels, -1)
         if labels.shape != output.shape[:-1] or _may_be_parted_by_classes():
             return original(target, output, from_logits, axis)
-        losses = _losses(x, labels, output)
+        losses = _in_chunks(x, labels, output)
+        if losses is None:
+            losses = one_pass.losses(x, labels)
         if not from_logits:  # As Keras clips probabilities.
             epsilon = keras.config.epsilon()
             limits = -jnp.log(jnp.asarray([1 - epsilon, epsilon], losses.dtype))
@@ -72,8 +74,8 @@ def _loss_of_probabilities(original: Callable) -> Callable:
         targets = jnp.asarray(target, output.dtype)
         if targets.shape != output.shape or _may_be_parted_by_classes():
             return original(target, output, from_logits, axis)
-        in_chunks = _in_chunks(output, targets, output)
-        return in_chunks() if in_chunks else original(target, output, True, axis)
+        losses = _in_chunks(output, targets, output)
+        return original(target, output, True, axis) if losses is None else losses
 
     return loss
 
@@ -85,13 +87,8 @@ def _may_be_parted_by_classes() -> bool:
     return not isinstance(distribution, parted_by_examples)
 
 
-def _losses(x: Any, labels: Any, output: Any) -> Any:
-    in_chunks = _in_chunks(x, labels, output)
-    return in_chunks() if in_chunks else one_pass.losses(x, labels)
-
-
-def _in_chunks(x: Any, targets: Any, output: Any) -> Callable[[], Any] | None:
-    """Computes the losses of logits in chunks; None if they are small or not known.
+def _in_chunks(x: Any, targets: Any, output: Any) -> Any | None:
+    """The losses of logits, in chunks; None if these are small or not known.
 
     Args:
         x: logits.
@@ -105,9 +102,7 @@ def _in_chunks(x: Any, targets: Any, output: Any) -> Callable[[], Any] | None:
     if fact.operands.classes and not fact.returned:
         return None
     number = chunks.number_for(fact)
-
-    def losses() -> Any:
-        found, classes = chunks.losses(fact, targets, number)
-        return found if classes is None else logits.note_classes(found, output, classes)
-
-    return losses if number else None
+    if not number:
+        return None
+    losses, classes = chunks.losses(fact, targets, number)
+    return losses if classes is None else logits.note_classes(losses, output, classes)

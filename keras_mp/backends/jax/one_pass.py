@@ -5,7 +5,7 @@ one-hot of the labels. Here the first two come of one reduction, as in online so
 (Milakov and Gimelshein 2018), and the label's logit of a gather.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,23 +53,23 @@ def _derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
 @jax.custom_jvp
 def log_sums(logits: Any) -> Any:
     """The logarithms of the sums of the exponentials: (..., classes) to (...,)."""
-    lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
-    nothing = jnp.zeros((), logits.dtype)
-    operands = logits, jnp.ones_like(logits)
-    axes = (logits.ndim - 1,)
-    largest, total = lax.reduce(operands, (lowest, nothing), _of_both, axes)
+    largest, total = _reduced(_of_both, logits)
     return largest + jnp.log(total)
 
 
 def log_sums_and_largest(logits: Any) -> tuple[Any, Any, Any]:
     """The same, the largest logits and their classes, in the same pass: (...,) each."""
-    lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
-    axis = logits.ndim - 1
-    classes = lax.broadcasted_iota("int32", logits.shape, axis)
-    operands = logits, jnp.ones_like(logits), classes
-    nothing = jnp.zeros((), logits.dtype), jnp.zeros((), "int32")
-    largest, total, first = lax.reduce(operands, (lowest, *nothing), _of_all, (axis,))
+    classes = lax.broadcasted_iota("int32", logits.shape, logits.ndim - 1)
+    largest, total, first = _reduced(_of_all, logits, classes)
     return largest + jnp.log(total), largest, first
+
+
+def _reduced(combine: Callable, logits: Any, *more: Any) -> Any:
+    """Logits, a one for each, and more, all (..., classes), combined: (...,) each."""
+    operands = logits, jnp.ones_like(logits), *more
+    lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    first = lowest, *(jnp.zeros((), x.dtype) for x in operands[1:])
+    return lax.reduce(operands, first, combine, (logits.ndim - 1,))
 
 
 @log_sums.defjvp

@@ -13,9 +13,9 @@ _CHECK = "check_cudnn_version"
 # The first with all that JAX asks of it for GPUs up to Hopper.
 _ASSUMED = 91000
 
-# JAX says nowhere of which program a tracer is a part. Without the name it is taken for
-# one of the same, which is wrong only if a loss within `lax.cond`, say, reads what was
-# made outside.
+# JAX does not say which program a tracer belongs to. If the name goes away, all tracers
+# count as parts of one program. That is wrong only where a loss inside `lax.cond`, for
+# example, reads logits that were made outside.
 _TRACE = "_trace"
 
 _assumed = contextvars.ContextVar("assumed", default=False)
@@ -35,7 +35,7 @@ def cudnn_assumed() -> Iterator[None]:
 
 
 def are_of_one_trace(a: Any, b: Any) -> bool:
-    """Are two tensors parts of one program, so that one may stand for the other?
+    """Do two tensors belong to one program?
 
     JAX raises where a tracer of an inner program is used outside.
     """
