@@ -1,7 +1,6 @@
 """The optimizer wrapper: scales the loss, and applies a step or skips it."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,16 +9,13 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.backends.engine import Update
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling import checkpoint, gradients, nonfinite
+from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
-    ever_accumulates,
     hold,
     refuse_inner_arguments,
     start_averages,
-    written_by,
 )
 from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState, check_whole_number
 from keras_mp.loss_scaling.stage import in_train_step
@@ -278,37 +274,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         engine.check_strategy(self.variables, self.built)
         variables = self._variables_for(grads, trainable_variables)
         scaling, inner = self._loss_scaling, self.inner_optimizer
-        tracing = engine.is_tracing()
-        run = functools.partial(self._update, variables)
-        if scaling.stage.take(tracing, inner.name):
-            scaling.underflow.look(grads, variables)
-            if gradients.stay_finite(variables, inner, scaling.rule.min_scale):
-                # Where they are written: TensorFlow's graphs reuse their memory there.
-                run = functools.partial(self._update, variables, scaled=True)
-            else:
-                grads = gradients.unscaled(grads, variables, self.dynamic_scale.value)
-        narrow = gradients.as_variables(grads, variables)
-        accumulates = ever_accumulates(inner)
-        if accumulates:
-            # Keras adds them to accumulators of that dtype, in branches of a `cond`,
-            # where neither JAX nor TensorFlow adds float32 to float16.
-            grads = narrow
-        if loss is not None:
-            loss = ops.convert_to_tensor(loss)
-        found, norm = gradients.checked_for(narrow, variables, inner)
-        codes = engine.nonfinite([*found, norm, loss])
-        eager = not tracing and private.get_stateless_scope() is None
-        places = [private.index_in(self, v) for v in variables]
-        applied = private.applied_steps(inner).value
-        finite, after = scaling.decide(codes, places, applied, eager)
-        written = functools.partial(written_by, inner, variables)
-        update = Update(run, written, branches=accumulates)
-        if engine.update_if(finite, update, grads) is False:
-            scaling.note_skip()
-        for variable, value in after:
-            variable.assign(value)
+        prepared = step.prepare(scaling, inner, grads, variables, loss)
+        decision = step.decide(scaling, self, prepared)
+        step.write(scaling, inner, prepared, decision)
         # `fit` looks by itself, once it has put back what the step changed.
-        if eager and not in_train_step() and not finite:
+        if decision.finite is False and not in_train_step():
             self.raise_if_diverged()
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
@@ -337,14 +307,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name):
                 self.build(variables)
         return variables
-
-    def _update(
-        self, variables: Sequence[Any], grads: Sequence[Any], scaled: bool = False
-    ) -> None:
-        if scaled:
-            scale, stateless = self.dynamic_scale.value, private.get_stateless_scope()
-            grads = gradients.unscaled(grads, variables, scale, stateless is None)
-        self.inner_optimizer.apply(grads, variables)
 
     def stateless_apply(
         self,

@@ -1,4 +1,4 @@
-"""What one optimizer remembers of loss scaling, and how it decides of a step.
+"""What one optimizer remembers of loss scaling.
 
 A value that the optimizer holds: the variables of a `LossScaleState`, counts of the
 gradients that were not finite, and the watches of Python's own.
@@ -12,9 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_mp.backends import engine
-from keras_mp.backends.engine import FINITE
-from keras_mp.loss_scaling.nonfinite import ROWS, counted
+from keras_mp.loss_scaling.nonfinite import ROWS
 from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.skip_watch import SkipWatch
 from keras_mp.loss_scaling.stage import GradientStage
@@ -75,39 +73,6 @@ class LossScaling:
         counts = np.zeros((ROWS, number), "int32")
         self.nonfinite_counts = self._add_variable(counts, "nonfinite_counts")
 
-    def decide(
-        self, codes: Any, places: Sequence[int], applied: Any, eager: bool
-    ) -> tuple[Any, list[tuple[keras.Variable, Any]]]:
-        """Whether a step is applied, and what our own variables are after it.
-
-        Args:
-            codes: of the gradients, and whatever else has to be finite, and last the
-                loss, see `Engine.nonfinite`.
-            places: of each gradient's variable among those of the optimizer.
-            applied: integer scalar, how many steps were applied before.
-            eager: whether Python may look at the result.
-
-        Returns:
-            A bool scalar, and pairs of a variable and its value.
-        """
-        state = LossScaleState(*(v.value for v in self.variables))
-        finite = engine.all_finite(codes[:-1])
-        if eager:
-            finite = bool(finite)
-        if finite is True:  # There is nothing to count.
-            after = _after_step(self.rule, state, finite, codes[-1:])
-            return finite, list(zip(self.variables, after, strict=True))
-        counts = self.nonfinite_counts
-        number = counts.shape[1]
-        if places != list(range(number)):  # Some of the variables, or another order.
-            columns = ops.one_hot(places, number, dtype="int8")
-            known = ops.max(codes[: len(places), np.newaxis] * columns, axis=0)
-            codes = ops.concatenate([known, codes[len(places) :]])
-        values = _after_counted_step(
-            self.rule, state, finite, codes, counts.value, applied
-        )
-        return finite, list(zip((*self.variables, counts), values, strict=True))
-
     def note_skip(self) -> None:
         """Keeps the values of the state before the first skipped update of a step."""
         if self.before_skip is None:
@@ -126,25 +91,3 @@ class LossScaling:
             consecutive_skips=state.consecutive_skips + 1,
             broken_steps=state.broken_steps + 1,
         )
-
-
-def _after_step(
-    rule: LossScaleRule, state: LossScaleState, finite: Any, codes: Any
-) -> LossScaleState:
-    return rule.next(state, finite, ops.equal(codes[-1], FINITE))
-
-
-def _after_counted_step(
-    rule: LossScaleRule,
-    state: LossScaleState,
-    finite: Any,
-    codes: Any,
-    counts: Any,
-    applied: Any,
-) -> tuple[Any, ...]:
-    counts = counted(counts, codes, applied, state.skipped_steps)
-    return *rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
-
-
-_after_step = engine.compiled(_after_step, static=(0,))
-_after_counted_step = engine.compiled(_after_counted_step, static=(0,))

@@ -1,0 +1,150 @@
+"""A step of an optimizer: prepare, decide, write, with plain values between them.
+
+prepare   which gradients are there, and what shows whether they are finite?
+decide    is the step applied, and what does loss scaling remember of it?
+write     the inner optimizer's update, or none; then the new scale and counters
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_mp.backends import engine
+from keras_mp.backends.engine import FINITE, Update
+from keras_mp.keras_seams import private
+from keras_mp.loss_scaling import gradients
+from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, written_by
+from keras_mp.loss_scaling.nonfinite import counted
+from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
+from keras_mp.loss_scaling.state import LossScaling
+
+
+class Prepared(NamedTuple):
+    """The gradients of a step.
+
+    Attributes:
+        variables: those to update.
+        grads: one for each of them.
+        scaled: whether the loss scale is still in `grads`, and is divided out where
+            they are written.
+        checked: what has to be finite, None where there is nothing: one for each
+            gradient, the square of their norm, the loss.
+    """
+
+    variables: list[Any]
+    grads: list[Any]
+    scaled: bool
+    checked: list[Any]
+
+
+class Decision(NamedTuple):
+    """What comes of a step.
+
+    Attributes:
+        finite: whether it is applied: a bool where Python may know, else a bool scalar.
+        after: variables of loss scaling, each with its value after the step.
+    """
+
+    finite: Any
+    after: list[tuple[keras.Variable, Any]]
+
+
+def prepare(
+    scaling: LossScaling, inner: Any, grads: list[Any], variables: list[Any], loss: Any
+) -> Prepared:
+    """Unscales the gradients, unless that can wait, and says what is to be checked."""
+    scaled = scaling.stage.take(engine.is_tracing(), inner.name)
+    if scaled:
+        scaling.underflow.look(grads, variables)
+        # Where they are written: TensorFlow's graphs reuse their memory there.
+        if not gradients.stay_finite(variables, inner, scaling.rule.min_scale):
+            grads = gradients.unscaled(grads, variables, scaling.scale.value)
+            scaled = False
+    narrow = gradients.as_variables(grads, variables)
+    if ever_accumulates(inner):
+        # Keras adds them to accumulators of that dtype, in branches of a `cond`, where
+        # neither JAX nor TensorFlow adds float32 to float16.
+        grads = narrow
+    if loss is not None:
+        loss = ops.convert_to_tensor(loss)
+    found, norm = gradients.checked_for(narrow, variables, inner)
+    return Prepared(variables, grads, scaled, [*found, norm, loss])
+
+
+def decide(scaling: LossScaling, optimizer: Any, prepared: Prepared) -> Decision:
+    """Is everything finite that has to be? The scale and the counters follow."""
+    codes = engine.nonfinite(prepared.checked)
+    state = LossScaleState(*(v.value for v in scaling.variables))
+    finite = engine.all_finite(codes[:-1])
+    if not engine.is_tracing() and private.get_stateless_scope() is None:
+        finite = bool(finite)
+    if finite is True:  # There is nothing to count.
+        values = _after_step(scaling.rule, state, finite, codes[-1:])
+        return Decision(finite, list(zip(scaling.variables, values, strict=True)))
+    counts = scaling.nonfinite_counts
+    values = _after_counted_step(
+        scaling.rule,
+        state,
+        finite,
+        _in_columns(codes, optimizer, prepared.variables, counts.shape[1]),
+        counts.value,
+        private.applied_steps(optimizer.inner_optimizer).value,
+    )
+    variables = (*scaling.variables, counts)
+    return Decision(finite, list(zip(variables, values, strict=True)))
+
+
+def write(
+    scaling: LossScaling, inner: Any, prepared: Prepared, decision: Decision
+) -> None:
+    """Updates the variables if the step is applied, and loss scaling's own always."""
+    variables = prepared.variables
+
+    def run(grads: Sequence[Any]) -> None:
+        if prepared.scaled:
+            scale, stateless = scaling.scale.value, private.get_stateless_scope()
+            grads = gradients.unscaled(grads, variables, scale, stateless is None)
+        inner.apply(grads, variables)
+
+    update = Update(run, lambda: written_by(inner, variables), ever_accumulates(inner))
+    if engine.update_if(decision.finite, update, prepared.grads) is False:
+        scaling.note_skip()
+    for variable, value in decision.after:
+        variable.assign(value)
+
+
+def _in_columns(
+    codes: Any, optimizer: Any, variables: Sequence[Any], number: int
+) -> Any:
+    """The codes in the order in which the optimizer was built with its variables."""
+    places = [private.index_in(optimizer, v) for v in variables]
+    if places == list(range(number)):
+        return codes
+    columns = ops.one_hot(places, number, dtype="int8")
+    known = ops.max(codes[: len(places), np.newaxis] * columns, axis=0)
+    return ops.concatenate([known, codes[len(places) :]])
+
+
+def _after_step(
+    rule: LossScaleRule, state: LossScaleState, finite: Any, codes: Any
+) -> tuple[Any, ...]:
+    return rule.next(state, finite, ops.equal(codes[-1], FINITE))
+
+
+def _after_counted_step(
+    rule: LossScaleRule,
+    state: LossScaleState,
+    finite: Any,
+    codes: Any,
+    counts: Any,
+    applied: Any,
+) -> tuple[Any, ...]:
+    counts = counted(counts, codes, applied, state.skipped_steps)
+    return *rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
+
+
+_after_step = engine.compiled(_after_step, static=(0,))
+_after_counted_step = engine.compiled(_after_counted_step, static=(0,))
