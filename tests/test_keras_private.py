@@ -484,3 +484,30 @@ def test_a_schedule_stays_a_schedule():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     assert private.learning_rate(keras.optimizers.SGD(schedule)) is schedule
     assert private.learning_rate(object()) is None
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="torch alone updates all at once")
+def test_an_update_step_takes_gradients_variables_and_a_rate():
+    optimizer, variable = keras.optimizers.Adam(), keras.Variable([1.0])
+    optimizer.build([variable])
+    seen = []
+    vars(optimizer)[private.UPDATE_STEP] = lambda *args: seen.append(args)
+    gradient = ops.ones(1)
+    optimizer.apply([gradient], [variable])
+    ((grads, variables, rate),) = seen
+    assert grads[0] is gradient
+    assert variables[0] is variable
+    assert float(rate) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_slots_are_its_moments(amsgrad):
+    optimizer = keras.optimizers.Adam(amsgrad=amsgrad)
+    variables = [keras.Variable([1.0]), keras.Variable([2.0, 3.0])]
+    optimizer.build(variables)
+    optimizer.apply([ops.ones(1), ops.ones(2)], variables)
+    first, second, largest = private.adam_slots(optimizer, variables[::-1])
+    assert [x.shape for x in first] == [(2,), (1,)]
+    np.testing.assert_allclose(first[0], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(second[1], 0.001, rtol=1e-5)
+    assert len(largest) == (2 if amsgrad else 0)

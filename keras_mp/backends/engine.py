@@ -2,7 +2,7 @@
 
 `jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it; a function there
 that has no docstring is the method of its name here. A gradient passes `unscale` and
-`nonfinite` on its way to `update_if`, which writes or does not.
+`check` on its way to `update_if`, which writes or does not.
 """
 
 import contextlib
@@ -56,14 +56,20 @@ class Engine:
         """Are we inside a function that is being compiled?"""
         raise NotImplementedError
 
-    def unscale(
-        self, grads: Sequence[Any], inverse_scale: Any, variables: Any = None
-    ) -> list[Any]:
-        """Multiplies each gradient by `inverse_scale` in float32; None stays None.
-
-        On torch in place, where a gradient is the `.grad` of one of `variables`.
-        """
+    def unscale(self, grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+        """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
         raise NotImplementedError
+
+    def unscale_in_place(
+        self, grads: Sequence[Any], scale: Any, variables: Sequence[Any]
+    ) -> tuple[list[Any], Any] | None:
+        """Divides gradients by the scale where they are, and checks them on the way.
+
+        Returns:
+            The gradients and, for `check`, what was found. None where that is no
+            faster than `unscale`.
+        """
+        return None
 
     @staticmethod
     def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
@@ -73,8 +79,24 @@ class Engine:
             for g in grads
         ]
 
+    def check(self, tensors: Sequence[Any], found: Any = None) -> tuple[Any, Any]:
+        """Looks for what is not finite.
+
+        Args:
+            tensors: gradients and what else must be finite, None where there is
+                nothing; last the loss, which is looked at and decides nothing.
+            found: what `unscale_in_place` found in the gradients, if nothing else but
+                the loss is among `tensors`.
+
+        Returns:
+            A bool scalar, is all but the loss finite? And the code of each tensor:
+            int8, (len(tensors),). Both are the same on all replicas.
+        """
+        codes = self.nonfinite(tensors)
+        return self.all_finite(codes[:-1]), codes
+
     def nonfinite(self, grads: Sequence[Any]) -> Any:
-        """The code of each gradient: int8, (len(grads),), the same on all replicas."""
+        """The codes of `check`."""
         raise NotImplementedError
 
     def all_finite(self, codes: Any) -> Any:
@@ -91,6 +113,12 @@ class Engine:
             update.run(grads)
             return True
         return False
+
+    def faster_updates(
+        self, optimizers: Sequence[Any]
+    ) -> contextlib.AbstractContextManager:
+        """A context in which these optimizers of Keras update as fast as they can."""
+        return contextlib.nullcontext()
 
     # Its surroundings --------------------------------------------------------------
 

@@ -326,3 +326,18 @@ def averages(optimizer: Any) -> list[Any]:
 def learning_rate(optimizer: Any) -> Any:
     """The learning rate as it was given: `learning_rate` evaluates a schedule."""
     return getattr(optimizer, "_learning_rate", None)
+
+
+# Where Keras' own optimizers on torch update all variables at once.
+UPDATE_STEP = "_parallel_update_step"
+
+
+def adam_slots(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
+    """Adam's first and second moments of these variables, and the largest of those.
+
+    The last are there with amsgrad alone.
+    """
+    kinds = [optimizer._momentums, optimizer._velocities]
+    kinds.append(optimizer._velocity_hats if optimizer.amsgrad else [])
+    places = [index_in(optimizer, v) for v in variables]
+    return [[kind[i].value for i in places] if kind else [] for kind in kinds]

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import path_of
 
 
@@ -47,19 +48,26 @@ def _same_shape(grad: Any, variable: Any) -> bool:
     )
 
 
-def unscaled(
-    grads: Sequence[Any], variables: Sequence[Any], scale: Any, in_place: bool = False
-) -> list[Any]:
-    """Gradients divided by the scale, in float32; `in_place` where torch can."""
+def unscaled(grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
+    """Gradients divided by the scale, in float32."""
     quotients = engine.unscale(
         [None if _overwrites(v) else g for g, v in zip(grads, variables, strict=True)],
         ops.divide(1.0, scale),
-        variables if in_place else None,
     )
     return [
         g if _overwrites(v) else quotient
         for g, v, quotient in zip(grads, variables, quotients, strict=True)
     ]
+
+
+def unscaled_in_place(
+    grads: Sequence[Any], variables: Sequence[Any], scale: Any
+) -> tuple[list[Any], Any] | None:
+    """See `Engine.unscale_in_place`; None where no gradient may change."""
+    pure = private.get_stateless_scope() is not None
+    if pure or any(_overwrites(v) for v in variables):
+        return None
+    return engine.unscale_in_place(grads, scale, variables)
 
 
 def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -133,47 +133,60 @@ class LossScaleRule:
             numbers become float32 and int32. Works eagerly and inside compiled
             functions.
         """
-        scale = ops.convert_to_tensor(state.scale, "float32")
-        finite_steps, skipped_steps, consecutive_skips, broken_steps = (
-            ops.convert_to_tensor(count, "int32") if isinstance(count, int) else count
-            for count in state[1:]
+        state = LossScaleState(
+            ops.convert_to_tensor(state.scale, "float32"),
+            *(
+                ops.convert_to_tensor(n, "int32") if isinstance(n, int) else n
+                for n in state[1:]
+            ),
         )
+        applied = self._after_finite(state)
+        if finite is True:  # Python knows it: the other half is not computed.
+            return applied
         finite = ops.convert_to_tensor(finite, "bool")
-        skipped = ops.logical_not(finite)
-        broken = skipped
-        if self.dynamic:  # A scale that does not move is never lowered.
-            too_high = ops.logical_and(
-                skipped,
-                ops.logical_and(
-                    ops.convert_to_tensor(loss_finite, "bool"), scale > self.min_scale
-                ),
+        skipped = self._after_nonfinite(state, loss_finite)
+        return LossScaleState(
+            *(
+                yes if yes is no else ops.where(finite, yes, no)
+                for yes, no in zip(applied, skipped, strict=True)
             )
-            broken = ops.logical_xor(skipped, too_high)
+        )
 
-        longer = finite_steps + 1
-        grows = ops.logical_and(
-            finite, longer >= min(self.dynamic_growth_steps, LARGEST_STEP_COUNT)
-        )
-        starts_anew = ops.logical_or(grows, too_high) if self.dynamic else grows
-        finite_steps = ops.where(
-            starts_anew,
-            ops.zeros_like(longer),
-            ops.where(finite, longer, finite_steps),
-        )
-        consecutive_skips = ops.where(
-            finite, ops.zeros_like(consecutive_skips), consecutive_skips + 1
-        )
-        skipped_steps = skipped_steps + ops.cast(skipped, skipped_steps.dtype)
-        broken_steps = broken_steps + ops.cast(broken, broken_steps.dtype)
+    def _after_finite(self, state: LossScaleState) -> LossScaleState:
+        longer = state.finite_steps + 1
+        grows = longer >= min(self.dynamic_growth_steps, LARGEST_STEP_COUNT)
+        scale = state.scale
         if self.dynamic:
             grown = ops.minimum(scale * self.growth_factor, self.max_scale)
-            backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)
-            backs_off = ops.logical_and(
-                too_high, consecutive_skips >= min(self.hysteresis, LARGEST_STEP_COUNT)
-            )
-            scale = ops.where(grows, grown, ops.where(backs_off, backed_off, scale))
-        return LossScaleState(
-            scale, finite_steps, skipped_steps, consecutive_skips, broken_steps
+            scale = ops.where(grows, grown, scale)
+        return state._replace(
+            scale=scale,
+            finite_steps=ops.where(grows, ops.zeros_like(longer), longer),
+            consecutive_skips=ops.zeros_like(state.consecutive_skips),
+        )
+
+    def _after_nonfinite(
+        self, state: LossScaleState, loss_finite: Any
+    ) -> LossScaleState:
+        state = state._replace(
+            skipped_steps=state.skipped_steps + 1,
+            consecutive_skips=state.consecutive_skips + 1,
+        )
+        if not self.dynamic:  # A scale that does not move is never lowered.
+            return state._replace(broken_steps=state.broken_steps + 1)
+        scale, longest = state.scale, min(self.hysteresis, LARGEST_STEP_COUNT)
+        loss_finite = ops.convert_to_tensor(loss_finite, "bool")
+        too_high = ops.logical_and(loss_finite, scale > self.min_scale)
+        backs_off = ops.logical_and(too_high, state.consecutive_skips >= longest)
+        backed_off = ops.maximum(scale * self.backoff_factor, self.min_scale)
+        broken = ops.cast(ops.logical_not(too_high), state.broken_steps.dtype)
+        finite_steps = state.finite_steps
+        return state._replace(
+            scale=ops.where(backs_off, backed_off, scale),
+            finite_steps=ops.where(
+                too_high, ops.zeros_like(finite_steps), finite_steps
+            ),
+            broken_steps=state.broken_steps + broken,
         )
 
 

@@ -16,7 +16,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.engine import FINITE, Update
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import gradients
-from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, written_by
+from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, parts_of, written_by
 from keras_mp.loss_scaling.nonfinite import counted
 from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
@@ -32,12 +32,14 @@ class Prepared(NamedTuple):
             they are written.
         checked: what has to be finite, None where there is nothing: one for each
             gradient, the square of their norm, the loss.
+        found: what was found in them already, see `Engine.check`.
     """
 
     variables: list[Any]
     grads: list[Any]
     scaled: bool
     checked: list[Any]
+    found: Any
 
 
 class Decision(NamedTuple):
@@ -57,12 +59,17 @@ def prepare(
 ) -> Prepared:
     """Unscales the gradients, unless that can wait, and says what is to be checked."""
     scaled = scaling.stage.take(engine.is_tracing(), inner.name)
+    found = None
     if scaled:
         scaling.underflow.look(grads, variables)
-        # Where they are written: TensorFlow's graphs reuse their memory there.
+        scale = scaling.scale.value
         if not gradients.stay_finite(variables, inner, scaling.rule.min_scale):
-            grads = gradients.unscaled(grads, variables, scaling.scale.value)
-            scaled = False
+            grads, scaled = gradients.unscaled(grads, variables, scale), False
+        else:
+            # Else where they are written: TensorFlow's graphs reuse their memory there.
+            in_place = gradients.unscaled_in_place(grads, variables, scale)
+            if in_place is not None:
+                (grads, found), scaled = in_place, False
     narrow = gradients.as_variables(grads, variables)
     if ever_accumulates(inner):
         # Keras adds them to accumulators of that dtype, in branches of a `cond`, where
@@ -70,20 +77,20 @@ def prepare(
         grads = narrow
     if loss is not None:
         loss = ops.convert_to_tensor(loss)
-    found, norm = gradients.checked_for(narrow, variables, inner)
-    return Prepared(variables, grads, scaled, [*found, norm, loss])
+    checked, norm = gradients.checked_for(narrow, variables, inner)
+    return Prepared(variables, grads, scaled, [*checked, norm, loss], found)
 
 
 def decide(scaling: LossScaling, optimizer: Any, prepared: Prepared) -> Decision:
     """Is everything finite that has to be? The scale and the counters follow."""
-    codes = engine.nonfinite(prepared.checked)
+    finite, codes = engine.check(prepared.checked, prepared.found)
     state = LossScaleState(*(v.value for v in scaling.variables))
-    finite = engine.all_finite(codes[:-1])
     if not engine.is_tracing() and private.get_stateless_scope() is None:
         finite = bool(finite)
     if finite is True:  # There is nothing to count.
-        values = _after_step(scaling.rule, state, finite, codes[-1:])
-        return Decision(finite, list(zip(scaling.variables, values, strict=True)))
+        after = _after_finite_step(scaling.rule, state)
+        pairs = zip(scaling.variables, after, state, strict=True)
+        return Decision(finite, [(v, new) for v, new, old in pairs if new is not old])
     counts = scaling.nonfinite_counts
     values = _after_counted_step(
         scaling.rule,
@@ -105,9 +112,9 @@ def write(
 
     def run(grads: Sequence[Any]) -> None:
         if prepared.scaled:
-            scale, stateless = scaling.scale.value, private.get_stateless_scope()
-            grads = gradients.unscaled(grads, variables, scale, stateless is None)
-        inner.apply(grads, variables)
+            grads = gradients.unscaled(grads, variables, scaling.scale.value)
+        with engine.faster_updates(parts_of(inner)):
+            inner.apply(grads, variables)
 
     update = Update(run, lambda: written_by(inner, variables), ever_accumulates(inner))
     if engine.update_if(decision.finite, update, prepared.grads) is False:
@@ -128,10 +135,8 @@ def _in_columns(
     return ops.concatenate([known, codes[len(places) :]])
 
 
-def _after_step(
-    rule: LossScaleRule, state: LossScaleState, finite: Any, codes: Any
-) -> tuple[Any, ...]:
-    return rule.next(state, finite, ops.equal(codes[-1], FINITE))
+def _after_finite_step(rule: LossScaleRule, state: LossScaleState) -> LossScaleState:
+    return rule.next(state, True)
 
 
 def _after_counted_step(
@@ -146,5 +151,5 @@ def _after_counted_step(
     return *rule.next(state, finite, ops.equal(codes[-1], FINITE)), counts
 
 
-_after_step = engine.compiled(_after_step, static=(0,))
+_after_finite_step = engine.compiled(_after_finite_step, static=(0,))
 _after_counted_step = engine.compiled(_after_counted_step, static=(0,))

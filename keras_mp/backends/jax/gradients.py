@@ -19,9 +19,7 @@ GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
 FEW, SMALL_ELEMENTS = 8, 1024
 
 
-def unscale(
-    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
-) -> list[Any]:
+def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
     return _with_values(grads, _unscale(_values(grads), inverse_scale))
 
 

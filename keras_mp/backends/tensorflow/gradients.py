@@ -14,9 +14,7 @@ from keras_mp.backends.tensorflow.replicas import highest_of_all_replicas
 _FINITE, _BELOW = np.int8(FINITE), reductions.LARGEST_NUMBER
 
 
-def unscale(
-    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
-) -> list[Any]:
+def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
     def multiply(values: tf.Tensor) -> tf.Tensor:
         wide = _wide(values)
         return tf.cast(values, wide) * tf.cast(inverse_scale, wide)

@@ -1,5 +1,6 @@
 """Loss scaling on torch: eager, so a Python `if`."""
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,12 +11,14 @@ from torch import distributed
 
 from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.torch import (
+    adam,
     devices,
     differentiation,
     gradients,
     products,
     writes,
 )
+from keras_mp.backends.torch.private import copy_all
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
 
@@ -26,8 +29,10 @@ class TorchEngine(Engine):
     """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
 
     unscale = staticmethod(gradients.unscale)
+    unscale_in_place = staticmethod(gradients.unscale_in_place)
+    check = staticmethod(gradients.check)
     nonfinite = staticmethod(gradients.nonfinite)
-    all_finite = staticmethod(gradients.all_finite)
+    faster_updates = staticmethod(adam.in_one_kernel)
     half_products = " on NVIDIA's GPUs"
     traces = False
     differentiate = staticmethod(differentiation.differentiate)
@@ -57,7 +62,7 @@ class TorchEngine(Engine):
         def undoing(data: Any) -> Any:
             frozen = _frozen_weights(model)
             changing = model.non_trainable_variables + model.metrics_variables
-            before = {id(v): _with_value(v) for v in changing if id(v) not in frozen}
+            before = _with_values([v for v in changing if id(v) not in frozen])
             # `apply` notes it where it skips; to read its counter waits for the device.
             scaling.before_skip = None
             with _noting_writes(frozen.values(), before):
@@ -100,8 +105,16 @@ class TorchEngine(Engine):
             torch.cuda.set_rng_state(torch.tensor(states[_GPU]))
 
 
-def _with_value(variable: Any) -> tuple[Any, torch.Tensor]:
-    return variable, private.raw_value(variable).detach().clone()
+def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]]:
+    """Variables and copies of their values, by their id: one kernel for each dtype."""
+    alike = collections.defaultdict(list)
+    for variable in variables:
+        value = private.raw_value(variable).detach()
+        alike[value.dtype].append((variable, value, torch.empty_like(value)))
+    for group in alike.values():
+        _, values, copies = zip(*group, strict=True)
+        copy_all(copies, values)
+    return {id(v): (v, copy) for group in alike.values() for v, _, copy in group}
 
 
 def _frozen_weights(model: Any) -> dict[int, Any]:
@@ -122,7 +135,7 @@ def _noting_writes(
 
         def assign(value: Any) -> None:
             if id(variable) not in before:
-                before[id(variable)] = _with_value(variable)
+                before.update(_with_values([variable]))
             write(value)
 
         return assign

@@ -7,50 +7,84 @@ from typing import Any
 import torch
 
 from keras_mp.backends.engine import INFINITE, NAN
+from keras_mp.backends.torch.private import unscale_and_check
+
+# Where torch has a kernel that unscales and checks.
+_HAVE_KERNEL = ("cpu", "cuda")
 
 
-def unscale(
-    grads: Sequence[Any], inverse_scale: Any, variables: Sequence[Any] | None = None
-) -> list[Any]:
-    # In place as by torch's GradScaler: a copy of all gradients costs more than the
-    # product.
-    wide: list[Any] = [
-        None if g is None else g.to(torch.promote_types(g.dtype, torch.float32))
-        for g in grads
+def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+    return [None if g is None else g.to(_wide(g)).mul(inverse_scale) for g in grads]
+
+
+def _wide(grad: torch.Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32
+
+
+def unscale_in_place(
+    grads: Sequence[Any], scale: Any, variables: Sequence[Any]
+) -> tuple[list[Any], torch.Tensor] | None:
+    present = [g for g in grads if g is not None]
+    device = present[0].device
+    known = device.type in _HAVE_KERNEL
+    if not known or any(
+        g.layout != torch.strided or g.device != device for g in present
+    ):
+        return None
+    own = _own_memory(grads, variables)
+    unscaled = [
+        g if g is None or i in own else g.detach().to(_wide(g), copy=True)
+        for i, g in enumerate(grads)
     ]
-    own = _own_memory(wide, variables) if variables is not None else set()
-    return [
-        None if g is None else (g.mul_ if i in own else g.mul)(inverse_scale)
-        for i, g in enumerate(wide)
-    ]
+    found = torch.zeros((), device=device)
+    unscale_and_check([g for g in unscaled if g is not None], found, scale.reciprocal())
+    return unscaled, found
 
 
 def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
-    """Which gradients are the `.grad` of their variable, and no other's memory."""
+    """Which gradients are the wide `.grad` of their variable, and no other's memory."""
     users = collections.Counter(g.data_ptr() for g in grads if g is not None)
     return {
         index
         for index, (grad, variable) in enumerate(zip(grads, variables, strict=True))
         if grad is not None
         and grad is variable.value.grad
+        and grad.dtype == _wide(grad)
         and not grad.requires_grad
         and users[grad.data_ptr()] == 1
         and 0 not in grad.stride()
     }
 
 
+def check(
+    tensors: Sequence[Any], found: torch.Tensor | None = None
+) -> tuple[bool, torch.Tensor]:
+    if found is None:
+        found = _may_be_nonfinite([x for x in tensors if x is not None])
+    # The one wait for the device of a step, where all processes agree.
+    if not highest_of_all_processes(found):
+        return True, torch.zeros(len(tensors), dtype=torch.int8, device=found.device)
+    codes = nonfinite(tensors)
+    return not codes[:-1].any(), codes
+
+
 def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
-    present = [g for g in grads if g is not None]
-    codes = torch.zeros(len(grads), dtype=torch.int8, device=present[0].device)
-    present = [g for g in present if g.is_floating_point()]  # A loss may be a number.
-    # The norm takes one pass, in few kernels. Squares overflow at 1.8e19: only then, or
-    # where a gradient is not finite, is each checked on its own.
-    if not torch.isfinite(torch.nn.utils.get_total_norm(present)):
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                found = INFINITE * grad.isinf().any() + NAN * grad.isnan().any()
-                codes[index] = found.clamp(max=NAN)
+    device = next(g.device for g in grads if g is not None)
+    codes = torch.zeros(len(grads), dtype=torch.int8, device=device)
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            code = INFINITE * grad.isinf().any() + NAN * grad.isnan().any()
+            codes[index] = code.clamp(max=NAN)
     return highest_of_all_processes(codes)
+
+
+def _may_be_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Is something there that is not finite, or too large for its square to be?
+
+    The norm takes one pass, in few kernels.
+    """
+    floating = [x for x in tensors if x.is_floating_point()]  # A loss may be a number.
+    return (~torch.isfinite(torch.nn.utils.get_total_norm(floating))).float()
 
 
 def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
@@ -58,7 +92,3 @@ def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return values
-
-
-def all_finite(codes: torch.Tensor) -> torch.Tensor:
-    return ~codes.any()

@@ -1,0 +1,83 @@
+"""Keras' Adam and AdamW on torch, whose update is one kernel for all variables.
+
+Keras makes it in twelve passes over the weights, with two copies of them.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from keras import ops
+
+from keras_mp.backends.torch.private import fused_adam
+from keras_mp.keras_seams import private
+
+# Where torch has that kernel.
+_HAVE_KERNEL = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def in_one_kernel(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Lets those of these optimizers that are Keras' Adam or AdamW update so meanwhile.
+
+    Clipping, decay, averages and accumulation stay Keras' own.
+    """
+    with contextlib.ExitStack() as undone:
+        for optimizer in optimizers:
+            if _is_adam(type(optimizer)):
+                # In place of the method of its class, and of this optimizer alone.
+                own = vars(optimizer)
+                own[private.UPDATE_STEP] = functools.partial(_update, optimizer)
+                undone.callback(own.pop, private.UPDATE_STEP)
+        yield
+
+
+def _is_adam(kind: type) -> bool:
+    # A subclass of the user's may compute something else.
+    return private.is_keras_own(kind) and kind.__name__ in ("Adam", "AdamW")
+
+
+def _update(
+    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+) -> None:
+    weights = [v.value for v in variables]
+    slots = private.adam_slots(optimizer, variables)
+    if not _have_kernel([*weights, *itertools.chain(*slots)], grads):
+        update = getattr(type(optimizer), private.UPDATE_STEP)
+        update(optimizer, grads, variables, learning_rate)
+        return
+    step = ops.cast(optimizer.iterations + 1, "float32")
+    corrections = torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
+    # Keras adds epsilon to what is not corrected yet. So both corrections are in the
+    # rate, and the kernel's own are those of the last of infinitely many steps: 1.
+    fused_adam(
+        weights,
+        [g.contiguous() for g in grads],
+        *slots,
+        [torch.full_like(step, torch.inf)] * len(weights),
+        lr=ops.convert_to_tensor(learning_rate) * corrections,
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        weight_decay=0.0,
+        eps=optimizer.epsilon,
+        amsgrad=optimizer.amsgrad,
+        maximize=False,
+    )
+
+
+def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:
+    device = written[0].device
+    return (
+        device.type in _HAVE_KERNEL
+        and not torch.compiler.is_compiling()  # torch knows no shapes for a rate there.
+        and private.get_stateless_scope() is None
+        and all(x.dtype == torch.float32 and x.device == device for x in grads)
+        # Of memory in another order the kernel would make something else, unseen.
+        and all(
+            x.dtype == torch.float32 and x.device == device and x.is_contiguous()
+            for x in written
+        )
+    )
