@@ -325,3 +325,7 @@ class Engine:
         By name: operations, and methods of its variables.
         """
         return {}
+
+    def repaired_layers(self) -> dict[type, Wrapper]:
+        """Wrappers of the `call` of layers of Keras."""
+        return {}

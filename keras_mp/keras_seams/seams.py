@@ -35,6 +35,7 @@ and what the backend's `repairs` name:
     moments                      has a gradient of one pass
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
     arange                       runs in float16 graphs
+    BatchNormalization.call      is one kernel on torch
     Variable's write             reaches the variable within a call in half precision
 """
 
@@ -127,6 +128,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
         *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
+        *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
     ]
 
 

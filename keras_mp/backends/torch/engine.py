@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 from torch import distributed
@@ -15,6 +16,7 @@ from keras_mp.backends.torch import (
     devices,
     differentiation,
     gradients,
+    normalization,
     products,
     writes,
 )
@@ -42,6 +44,9 @@ class TorchEngine(Engine):
 
     def repairs(self) -> dict[str, Wrapper]:
         return {private.WRITE: writes.reach_the_variable, **products.repairs()}
+
+    def repaired_layers(self) -> dict[type, Wrapper]:
+        return {keras.layers.BatchNormalization: normalization.in_one_kernel}
 
     def is_tracing(self) -> bool:
         """Is torch.compile tracing us?"""
