@@ -16,6 +16,7 @@ from keras_mp.backends.torch import (
     devices,
     differentiation,
     gradients,
+    layouts,
     normalization,
     products,
     writes,
@@ -43,7 +44,14 @@ class TorchEngine(Engine):
     why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
 
     def repairs(self) -> dict[str, Wrapper]:
-        return {private.WRITE: writes.reach_the_variable, **products.repairs()}
+        wrappers = products.repairs()
+        of_heads = wrappers["conv"]
+        return {
+            **wrappers,
+            private.WRITE: writes.reach_the_variable,
+            "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
+            "dot_product_attention": layouts.attention_as_it_is,
+        }
 
     def repaired_layers(self) -> dict[type, Wrapper]:
         return {keras.layers.BatchNormalization: normalization.in_one_kernel}

@@ -1,0 +1,145 @@
+"""Attention and convolutions in half precision on torch: the same, without copies."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_mp.keras_seams import seams
+
+if keras.backend.backend() != "torch":
+    pytest.skip("torch has tensors of any order in memory", allow_module_level=True)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GENERATOR = np.random.default_rng(0)
+HALF = ["float16", "bfloat16"]
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors as large as `size`, in another order."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.number = size, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("clone", "contiguous"):
+            self.number += args[0].numel() == self.size
+        return function(*args, **(kwargs or {}))
+
+
+def of_keras(run):
+    """The same without our seams."""
+    seams.uninstall()
+    try:
+        return run()
+    finally:
+        seams.install()
+
+
+def with_gradients(call, *arrays):
+    """The result and the gradients by the arrays, in float32, and the copies."""
+    tensors = [x.clone().requires_grad_() for x in arrays]
+    with Copies(arrays[0].numel()) as copies:
+        y = call(*tensors)
+        # As a next layer would give it, in the order of the result.
+        y.backward(torch.cos(y.detach().float()).to(y.dtype))
+    return [x.detach().float() for x in (y, *(t.grad for t in tensors))], copies.number
+
+
+def random(shape, dtype):
+    return torch.tensor(GENERATOR.standard_normal(shape)).to(getattr(torch, dtype))
+
+
+def assert_alike(found, expected, dtype):
+    ulp = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        size = float(b.abs().max())
+        np.testing.assert_allclose(a, b, rtol=2 * ulp, atol=2 * ulp * size)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("keys", [6, 9])
+def test_attention_copies_nothing(keys, scale, is_causal, dtype):
+    shapes = [(2, 6, 3, 8), (2, keys, 3, 8), (2, keys, 3, 8)]
+    arrays = [random(s, dtype) for s in shapes]
+
+    def run():
+        def attend(q, k, v):
+            return ops.dot_product_attention(q, k, v, scale=scale, is_causal=is_causal)
+
+        return with_gradients(attend, *arrays)
+
+    (expected, before), (found, copies) = of_keras(run), run()
+    assert before > 0
+    assert copies == 0
+    assert_alike(found, expected, dtype)
+
+
+@pytest.mark.parametrize("case", ["mask", "bias", "fewer heads of keys", "a flag"])
+def test_other_attention_is_left_to_keras(case):
+    shape = (2, 6, 4, 8)
+    q, k, v = (random(shape, "float16") for _ in range(3))
+    options = {
+        "mask": {"mask": torch.ones((2, 1, 6, 6), dtype=torch.bool).tril()},
+        "bias": {"bias": random((2, 4, 6, 6), "float16")},
+        "a flag": {"flash_attention": False},
+    }.get(case, {})
+    if case == "fewer heads of keys":
+        k, v = k[:, :, :2], v[:, :, :2]
+
+    def run():
+        return with_gradients(
+            lambda *x: ops.dot_product_attention(*x, **options), q, k, v
+        )
+
+    (expected, before), (found, copies) = of_keras(run), run()
+    assert copies == before
+    assert_alike(found, expected, "float16")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("padding", ["valid", "same"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (layers.Conv2D, {}),
+        (layers.Conv2D, {"strides": 2}),
+        (layers.Conv2D, {"dilation_rate": 2}),
+        (layers.Conv2D, {"groups": 2}),
+        (layers.Conv2D, {"data_format": "channels_first"}),
+        (layers.Conv3D, {}),
+        (layers.Conv1D, {}),
+        (layers.DepthwiseConv2D, {}),
+        (layers.SeparableConv2D, {}),
+    ],
+    ids=str,
+)
+def test_a_convolution_copies_no_images(kind, options, padding, dtype):
+    keras.utils.set_random_seed(0)
+    filters = {} if kind is layers.DepthwiseConv2D else {"filters": 8}
+    layer = kind(
+        kernel_size=3, padding=padding, dtype=f"mixed_{dtype}", **filters, **options
+    )
+    rank = {"1D": 1, "2D": 2, "3D": 3}[kind.__name__[-2:]]
+    shape = (2, *[9, 8, 7][:rank], 4)
+    if layer.data_format == "channels_first":
+        shape = (2, 4, *[9, 8, 7][:rank])
+    x = random(shape, dtype)
+    layer.build(shape)
+
+    def run():
+        return with_gradients(lambda x: layer(x), x)
+
+    (expected, before), (found, copies) = of_keras(run), run()
+    assert_alike(found, expected, dtype)
+    if layer.data_format == "channels_last" and rank > 1:
+        assert copies < before
+        assert copies == 0
+    else:
+        assert copies == before
