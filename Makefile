@@ -85,6 +85,8 @@ bench: $(BENCH)
 	$(BIN)/python -m benchmarks --backend $(BENCH_BACKENDS) --out benchmarks/cost.json
 	$(BIN)/python -m benchmarks --suite seams --backend $(BENCH_BACKENDS) \
 	  --out benchmarks/seams.json
+	$(if $(filter torch,$(BACKENDS)),$(BIN)/python -m benchmarks --suite kernels \
+	  --backend torch --out benchmarks/kernels.json)
 	$(BIN)/python -m benchmarks.readme
 
 # With an NVIDIA GPU it needs JAX and torch with CUDA: see benchmarks/README.md.

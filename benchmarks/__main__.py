@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Suites: cost, a step with loss scaling over the same step "
         "without, for keras_mp and others; seams, what keras_mp costs elsewhere; "
+        "kernels, what torch runs in a step, counted; "
         "train, speed and memory of whole training steps under each policy; quality, "
         "the results of trainings to the end. Prints tables; writes JSON.",
     )

@@ -694,7 +694,7 @@ def test_tracing_and_compiling_is_measured():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"suite": "speed"}, "`suite` must be one of cost, seams, train, compiled"),
+        ({"suite": "speed"}, "`suite` must be one of cost, seams, kernels, train"),
         ({"cases": ["wide", "narrow"]}, "`case` must be one of wide, variables-200"),
         ({"backends": ["numpy"]}, "`backend` must be one of jax, tensorflow, torch"),
         ({"peers": ["apex"]}, "`peer` must be one of keras_mp, keras, optax"),

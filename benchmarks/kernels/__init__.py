@@ -1,0 +1,1 @@
+"""What torch runs in a training step: kernels, bytes, waits and memory, counted."""

@@ -1,0 +1,168 @@
+"""Training steps on torch: `torch.amp`'s, Keras' in float32 and ours."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import torch
+from keras import layers
+
+import keras_mp
+from benchmarks import models
+from benchmarks.kernels import peers
+from benchmarks.kernels.counting import Count, count
+from benchmarks.kernels.private import products_as_on_a_gpu
+from benchmarks.kernels.tables import (
+    AMP,
+    CONVOLUTIONS,
+    DECODER,
+    FLOAT32,
+    KERAS,
+    OURS,
+    SUBCLASSED,
+)
+from keras_mp.keras_seams.seams import install, uninstall
+
+_POLICIES = {FLOAT32: "float32", KERAS: "mixed_float16", OURS: "mixed_float16"}
+
+
+class KernelCase(NamedTuple):
+    """A network.
+
+    Attributes:
+        sizes: of the network.
+        batch: examples in a batch.
+        keras: sizes -> the model in Keras.
+        torch: sizes -> the same in torch alone.
+    """
+
+    sizes: dict[str, int]
+    batch: int
+    keras: Callable[..., Any]
+    torch: Callable[..., torch.nn.Module]
+
+
+def _convolutions(depth: int, filters: int, classes: int) -> keras.Model:
+    images = keras.Input((16, 16, 3))
+    return keras.Model(images, _Convolutions(depth, filters, classes).call(images))
+
+
+class _Convolutions(keras.Model):
+    def __init__(self, depth: int, filters: int, classes: int) -> None:
+        super().__init__()
+        self.body = [
+            layer
+            for _ in range(depth)
+            for layer in (
+                layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                layers.BatchNormalization(),
+                layers.ReLU(),
+            )
+        ]
+        self.pooling = layers.GlobalAveragePooling2D()
+        self.head = layers.Dense(classes)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        for layer in self.body:
+            x = layer(x)
+        return self.head(self.pooling(x))
+
+
+_CONVOLUTIONS = KernelCase(
+    {"depth": 8, "filters": 16, "classes": 10}, 4, _convolutions, peers.Convolutions
+)
+CASES = {
+    DECODER: KernelCase(
+        {"vocabulary": 4096, "length": 128, "width": 256, "depth": 4, "heads": 4},
+        4,
+        models.decoder,
+        peers.Decoder,
+    ),
+    CONVOLUTIONS: _CONVOLUTIONS,
+    SUBCLASSED: _CONVOLUTIONS._replace(keras=_Convolutions),
+}
+
+
+class Step(NamedTuple):
+    """A training step.
+
+    Attributes:
+        run: takes the step.
+        state: the tensors that it updates.
+    """
+
+    run: Callable[[], object]
+    state: Callable[[], Iterable[torch.Tensor]]
+
+
+@contextlib.contextmanager
+def _seams(way: str) -> Iterator[None]:
+    """Takes ours out of Keras meanwhile, but for our own step."""
+    if way != OURS:
+        uninstall()
+    try:
+        yield
+    finally:
+        install()
+
+
+def count_step(case: KernelCase, way: str) -> Count:
+    """Counts the second step of a case, in one of `WAYS`; but "float32" in float16."""
+    x, y = _batch(case)
+    with products_as_on_a_gpu():
+        step = (_of_torch if way == AMP else _of_keras)(case, way, x, y)
+        step.run()
+        return count(step.run, step.state())
+
+
+def _batch(case: KernelCase) -> tuple[torch.Tensor, torch.Tensor]:
+    generator, sizes = np.random.default_rng(0), case.sizes
+    if "vocabulary" in sizes:
+        shape = case.batch, sizes["length"] + 1
+        ids = generator.integers(0, sizes["vocabulary"], shape, "int32")
+        return torch.tensor(ids[:, :-1]), torch.tensor(ids[:, 1:])
+    x = generator.standard_normal((case.batch, 16, 16, 3), dtype="float32")
+    y = generator.integers(0, sizes["classes"], case.batch).astype("int32")
+    return torch.tensor(x), torch.tensor(y)
+
+
+def _of_torch(case: KernelCase, way: str, x: torch.Tensor, y: torch.Tensor) -> Step:
+    model = case.torch(**case.sizes)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    labels = y.long().flatten()
+
+    def run() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            logits = model(x)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def state() -> Iterable[torch.Tensor]:
+        yield from model.state_dict().values()
+        for slots in optimizer.state.values():
+            yield from slots.values()
+
+    return Step(run, state)
+
+
+def _of_keras(case: KernelCase, way: str, x: torch.Tensor, y: torch.Tensor) -> Step:
+    with _seams(way), keras_mp.policy_scope(_POLICIES[way]):
+        model = case.keras(**case.sizes)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+        model.make_train_function()
+
+    def run() -> None:
+        with _seams(way):
+            model.train_function([(x, y)])
+
+    def state() -> Iterable[torch.Tensor]:
+        return [v.value for v in (*model.variables, *model.optimizer.variables)]
+
+    return Step(run, state)
