@@ -3,6 +3,7 @@
 import functools
 import json
 
+import keras
 import processes
 import pytest
 from backends import BACKEND
@@ -41,3 +42,26 @@ def test_training_forgets_a_step_that_one_process_makes_all_skip(how):
             assert (training["scale"], training["skipped"]) == (128.0, 2)
             assert (training["consecutive"], training["nonfinite"]) == (0, 6)
     assert first == last
+
+
+def test_processes_send_one_flag_a_step_and_more_only_after_an_overflow(monkeypatch):
+    import numpy as np
+    import torch
+
+    import keras_mp
+
+    sent = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda x, op: sent.append(tuple(x.shape))
+    )
+    variables = [keras.Variable(np.ones(3, "float32")) for _ in range(5)]
+    optimizer = keras_mp.LossScaleOptimizer("adam")
+    optimizer.build(variables)
+    for value, messages in ((1.0, [()]), (np.inf, [(), (7,)])):
+        optimizer.scale_loss(1.0)
+        with torch.no_grad():
+            optimizer.apply([torch.full((3,), value) for _ in variables], variables)
+        assert sent == messages  # Codes: of five gradients, a norm and a loss.
+        sent.clear()
+    assert int(optimizer.skipped_steps) == 1
