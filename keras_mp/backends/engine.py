@@ -120,6 +120,15 @@ class Engine:
         """A context in which these optimizers of Keras update as fast as they can."""
         return contextlib.nullcontext()
 
+    def stochastic_rounding(self, seed: Any, step: Any) -> Callable[[Any], Any]:
+        """A function that rounds float32 tensors to bfloat16, see `rounding.py`.
+
+        Args:
+            seed, step: integer scalars. Of the same two, the tensors of a step get the
+                same bits in the same order; each tensor has bits of its own.
+        """
+        raise NotImplementedError
+
     # Its surroundings --------------------------------------------------------------
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:

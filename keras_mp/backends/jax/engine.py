@@ -24,6 +24,7 @@ from keras_mp.backends.jax import (
     moments,
     products,
     recurrent,
+    rounding,
 )
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.repairs import broadcasting
@@ -72,6 +73,7 @@ class JaxEngine(Engine):
     note_logits = staticmethod(logits.note_outputs)
     loss_in_chunks = True
     float32_in_cudnn = (keras.layers.LSTM,)
+    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     why_no_memory = "JAX has compiled no `train_step`, whose memory it would know"

@@ -20,6 +20,7 @@ from keras_mp.backends.tensorflow import (
     gradients,
     products,
     replicas,
+    rounding,
 )
 from keras_mp.backends.tensorflow import private as tensorflow_private
 from keras_mp.backends.tensorflow.writes import written_where
@@ -38,6 +39,7 @@ class TensorFlowEngine(Engine):
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
+    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     half_products = " where XLA compiles"

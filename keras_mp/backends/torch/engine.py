@@ -19,6 +19,7 @@ from keras_mp.backends.torch import (
     layouts,
     normalization,
     products,
+    rounding,
     writes,
 )
 from keras_mp.backends.torch.private import copy_all
@@ -39,6 +40,7 @@ class TorchEngine(Engine):
     half_products = " on NVIDIA's GPUs"
     traces = False
     differentiate = staticmethod(differentiation.differentiate)
+    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
