@@ -19,6 +19,7 @@ from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, Policy
 from keras_mp.policies.rules import keep_float32
+from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 
 if TYPE_CHECKING:
     from keras_mp.diagnostics.comparison.comparison import compare
@@ -33,6 +34,7 @@ __all__ = [
     "MixedBFloat16",
     "MixedFloat16",
     "Policy",
+    "StochasticRoundingOptimizer",
     "TrainingDivergedError",
     "callbacks",
     "compare",

@@ -3,6 +3,7 @@
 When an upgrade of Keras moves one, the test with its name fails here first.
 """
 
+import contextlib
 import pathlib
 import re
 
@@ -511,3 +512,45 @@ def test_adam_slots_are_its_moments(amsgrad):
     np.testing.assert_allclose(first[0], 0.1, rtol=1e-6)
     np.testing.assert_allclose(second[1], 0.001, rtol=1e-5)
     assert len(largest) == (2 if amsgrad else 0)
+
+
+def test_a_variable_names_another_dtype_for_a_while():
+    variable = keras.Variable([1.0], dtype="bfloat16")
+    with private.as_dtype([variable], "float32"):
+        assert variable.dtype == "float32"
+        assert "bfloat16" in str(private.raw_value(variable).dtype)
+    assert variable.dtype == "bfloat16"
+
+
+def test_a_wrapper_shares_the_count_of_updates():
+    wrapper, inner = keras.optimizers.SGD(), keras.optimizers.SGD()
+    private.share_steps(wrapper, inner)
+    inner.apply([ops.ones(1)], [keras.Variable([1.0])])
+    assert int(wrapper.iterations) == 1
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Nadam", "Lamb", "Muon"])
+def test_plain_methods_write_by_assign(name):
+    optimizer = getattr(keras.optimizers, name)(weight_decay=0.1)
+    variable = keras.Variable(np.ones((2, 3), "float32"))
+    optimizer.build([variable])
+    methods = private.plain_methods(optimizer)
+    # JAX writes so anyway, and on torch Muon, whose decay is its own.
+    assert bool(methods) == (BACKEND != "jax" and (BACKEND, name) != ("torch", "Muon"))
+    vars(optimizer).update(methods)
+    with keras.StatelessScope() as scope:  # It notes what is assigned to.
+        with _no_grad():
+            key = private.place_key(optimizer)
+            if BACKEND == "tensorflow":
+                vars(optimizer)[private.PLACE_KEY] = key
+            optimizer.apply([ops.ones((2, 3))], [variable])
+    assert scope.get_current_value(variable) is not None
+    np.testing.assert_array_equal(variable, np.ones((2, 3)))
+
+
+def _no_grad():
+    if BACKEND != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()

@@ -28,6 +28,7 @@ ROOMS = [
     ["backends"],
     ["policies"],
     ["config"],
+    ["rounding"],
     ["loss_scaling"],
     ["conversion"],
     ["keras_seams"],

@@ -129,6 +129,20 @@ class Engine:
         """
         raise NotImplementedError
 
+    def plain_updates(
+        self, optimizers: Sequence[Any]
+    ) -> contextlib.AbstractContextManager:
+        """A context in which optimizers of Keras write each variable by `assign`."""
+        return contextlib.nullcontext()
+
+    def refuse_replicas(self, what: str) -> None:
+        """Raises a ValueError under a strategy of several replicas, on TensorFlow."""
+        return
+
+    def agreed(self, value: Any) -> Any:
+        """A scalar of this process, or on torch that of the first of all processes."""
+        return value
+
     # Its surroundings --------------------------------------------------------------
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:

@@ -4,8 +4,10 @@ Nothing else in the package touches one. Where a public way exists, it is taken:
 stands here has none. `tests/test_keras_private.py` holds each of them against Keras.
 """
 
+import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -213,6 +215,22 @@ def raw_value(variable: Any) -> Any:
     return variable._value
 
 
+@contextlib.contextmanager
+def as_dtype(variables: Iterable[Any], dtype: str) -> Iterator[None]:
+    """Lets variables say meanwhile that they are of another dtype.
+
+    An optimizer computes, and creates slots, in the dtype that a variable names.
+    """
+    named = [(v, v._dtype) for v in variables]
+    try:
+        for variable, _ in named:
+            variable._dtype = dtype
+        yield
+    finally:
+        for variable, before in named:
+            variable._dtype = before
+
+
 # The one method by which all writes to a variable go.
 WRITE = "_direct_assign"
 
@@ -298,6 +316,69 @@ def detach_state(model: Any, parts: Iterable[str]) -> None:
 def applied_steps(optimizer: Any) -> Any:
     """The variable that counts updates; `iterations` divides it by accumulation."""
     return optimizer._iterations
+
+
+def share_steps(wrapper: Any, optimizer: Any) -> None:
+    """Lets a wrapper round an optimizer have that one's count of updates."""
+    vars(wrapper)["_iterations"] = optimizer._iterations
+
+
+# Where backends' optimizers write past `assign`.
+_PAST_ASSIGN = (
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "_apply_weight_decay",
+    "_backend_increment_gradient_accumulators",
+    "_backend_reset_gradient_accumulators",
+    "_backend_update_step",
+    "_overwrite_model_variables_with_average_value",
+)
+
+
+def plain_methods(optimizer: Any) -> dict[str, Callable]:
+    """The methods of an optimizer that write by `assign`, in place of its backend's.
+
+    They are those of the classes behind the backend's own.
+    """
+    methods: dict[str, Callable] = {}
+    for name in _PAST_ASSIGN:
+        owners = [c for c in type(optimizer).__mro__ if name in vars(c)]
+        plain = next(c for c in owners if backend_of(c) is None)
+        if owners[0] is not plain:
+            methods[name] = functools.partial(vars(plain)[name], optimizer)
+        elif name == "_backend_update_step" and "tensorflow" in map(backend_of, owners):
+            methods.update(_with_its_variables(optimizer))
+    return methods
+
+
+def _with_its_variables(optimizer: Any) -> dict[str, Callable]:
+    """Nadam's update, which calls that of TensorFlow: this takes values alone."""
+    original = optimizer._backend_update_step
+    given: list[Any] = []
+
+    def update_all(grads: Any, variables: Any, learning_rate: Any) -> None:
+        given[:] = variables
+        original(grads, variables, learning_rate)
+
+    def update_each(strategy: Any, pairs: Any, learning_rate: Any) -> None:
+        for (grad, _), variable in zip(pairs, given, strict=True):
+            optimizer.update_step(grad, variable, learning_rate)
+
+    return {
+        "_backend_update_step": update_all,
+        "_distributed_tf_update_step": update_each,
+    }
+
+
+def place_key(optimizer: Any) -> Callable[[Any], Any]:
+    """Keras' key of a variable, which on TensorFlow it asks of the variable's value."""
+    original = optimizer._var_key
+    return lambda variable: original(getattr(variable, "_value", variable))
+
+
+# Where an optimizer looks such a key up.
+PLACE_KEY = "_var_key"
 
 
 def track(optimizer: Any, variable: Any) -> None:

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.rule import LossScaleRule
+from keras_mp.rounding.optimizer import parts_of
 
 # Arguments of every Keras optimizer, which files of older Keras versions store for the
 # wrapper too, at these values.
@@ -80,11 +81,6 @@ def _of_this_backend(inner: Any) -> Any:
     return keras.optimizers.get(
         {"class_name": type(inner).__name__, "config": inner.get_config()}
     )
-
-
-def parts_of(inner: Any) -> list[Any]:
-    """The optimizer, and those within a `MultiOptimizer`."""
-    return [inner, *getattr(inner, "optimizers", ())]
 
 
 def ever_accumulates(inner: Any) -> bool:

@@ -16,10 +16,11 @@ from keras_mp.backends import engine
 from keras_mp.backends.engine import FINITE, Update
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import gradients
-from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, parts_of, written_by
+from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, written_by
 from keras_mp.loss_scaling.nonfinite import counted
 from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp.rounding.optimizer import parts_of
 
 
 class Prepared(NamedTuple):

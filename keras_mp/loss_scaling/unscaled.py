@@ -13,9 +13,9 @@ from typing import Any
 
 from keras_mp.display.messages import warn
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling.inner_optimizer import parts_of
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.layers import layer_path
+from keras_mp.rounding.optimizer import parts_of
 
 # The layers that compute in float16, as they did when they were first called.
 _layers: weakref.WeakSet = weakref.WeakSet()

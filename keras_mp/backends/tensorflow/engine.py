@@ -5,12 +5,13 @@ Where XLA compiles, selects: a conditional there copies what goes through it.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_mp.backends import plain_updates
 from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.tensorflow import (
@@ -48,6 +49,18 @@ class TensorFlowEngine(Engine):
     def is_tracing(self) -> bool:
         """Are we inside a tf.function that is being traced?"""
         return not tf.executing_eagerly()
+
+    @contextlib.contextmanager
+    def plain_updates(self, optimizers: Sequence[Any]) -> Iterator[None]:
+        with plain_updates.plain_updates(optimizers), contextlib.ExitStack() as undone:
+            for optimizer in optimizers:
+                own = vars(optimizer)
+                own[private.PLACE_KEY] = private.place_key(optimizer)
+                undone.callback(own.pop, private.PLACE_KEY)
+            yield
+
+    def refuse_replicas(self, what: str) -> None:
+        replicas.refuse(what)
 
     def outside_trace(self) -> contextlib.AbstractContextManager:
         return tf.init_scope()

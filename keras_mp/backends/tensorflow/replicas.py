@@ -34,6 +34,16 @@ def check_strategy(variables: Sequence[Any], built: bool) -> None:
         )
 
 
+def refuse(what: str) -> None:
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            f"`{what}` must have one replica: while it updates bfloat16 variables, "
+            "other threads would see them as float32. Received: a `tf.distribute` "
+            f"strategy of {replicas} replicas. Train under mixed_bfloat16 there."
+        )
+
+
 def highest_of_all_replicas(codes: tf.Tensor) -> tf.Tensor:
     """The highest of all replicas' codes."""
     if tf.distribute.get_replica_context().num_replicas_in_sync == 1:

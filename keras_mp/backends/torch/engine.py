@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from keras_mp.backends import plain_updates
 from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.torch import (
     adam,
@@ -57,6 +58,17 @@ class TorchEngine(Engine):
 
     def repaired_layers(self) -> dict[type, Wrapper]:
         return {keras.layers.BatchNormalization: normalization.in_one_kernel}
+
+    @contextlib.contextmanager
+    def plain_updates(self, optimizers: Iterable[Any]) -> Iterator[None]:
+        with torch.no_grad(), plain_updates.plain_updates(optimizers):
+            yield
+
+    def agreed(self, value: torch.Tensor) -> torch.Tensor:
+        if distributed.is_available() and distributed.is_initialized():
+            value = value.clone()
+            distributed.broadcast(value, 0)
+        return value
 
     def is_tracing(self) -> bool:
         """Is torch.compile tracing us?"""

@@ -1,0 +1,1 @@
+"""Updates of bfloat16 variables: float32 arithmetic, stochastic rounding."""

@@ -1,0 +1,250 @@
+"""The optimizer wrapper that rounds stochastically."""
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_mp.backends import engine
+from keras_mp.keras_seams import private
+from keras_mp.rounding.scope import BFLOAT16, RoundingScope
+
+_SLOT_DTYPES = (None, BFLOAT16)
+_BUILDING = threading.RLock()
+
+
+@keras.saving.register_keras_serializable(package="keras_mp")
+class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
+    """Trains bfloat16 weights as well as float32 ones, in half the memory.
+
+    In bfloat16 Adam's own numbers are lost, 0.999 is 1 there, and updates below half of
+    a weight's last bit are never made. Here the inner optimizer computes in float32,
+    and each weight and slot that it writes is rounded to one of its two neighbours in
+    bfloat16 by chance, so that the mean is what it was. No float32 copy is kept.
+
+    ```python
+    keras.config.set_dtype_policy("bfloat16")
+    model = ...
+    model.compile(keras_mp.StochasticRoundingOptimizer("adam"), "mse")
+    ```
+
+    Args:
+        inner_optimizer: a Keras optimizer, its name ("adam") or its config.
+        slot_dtype: "bfloat16" keeps the slots of float32 weights in bfloat16 too, as
+            large as half of the weights each; None, in the dtype of their weight.
+        seed: integer from 0 to 2**31 - 1, of the random bits. Left out, one is drawn,
+            which `keras.utils.set_random_seed` decides.
+        name: name of the optimizer.
+
+    Raises:
+        ValueError: for an argument outside its range, and where `tf.distribute` has
+            several replicas.
+
+    Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision".
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        slot_dtype: str | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        inner = _checked_inner(inner_optimizer)
+        if slot_dtype not in _SLOT_DTYPES:
+            raise ValueError(
+                '`slot_dtype` must be None or "bfloat16". Received: '
+                f"slot_dtype={slot_dtype!r}."
+            )
+        if seed is None:
+            seed = random.randrange(2**31)  # As Keras draws its own.
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+            raise ValueError(
+                "`seed` must be a whole number from 0 to 2**31 - 1. Received: "
+                f"seed={seed!r}."
+            )
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner
+        self.slot_dtype = slot_dtype
+        private.share_steps(self, inner)
+        with keras.name_scope(self.name):
+            self._seed = keras.Variable(
+                seed,
+                dtype="int32",
+                trainable=False,
+                autocast=False,
+                aggregation="only_first_replica",
+                name="seed",
+            )
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the inner optimizer's variables; does nothing the second time."""
+        if self.built:
+            return
+        variables = list(variables)
+        inner = self.inner_optimizer
+        if inner.built:
+            private.check_known(inner, variables)
+        else:
+            with _slots_in(self.slot_dtype, variables):
+                inner.build(variables)
+        super().build(variables)
+        self._seed.assign(engine.agreed(self._seed.value))
+
+    @property
+    def variables(self) -> list[Any]:
+        """The seed, and those of the inner optimizer."""
+        return [self._seed, *self.inner_optimizer.variables]
+
+    def apply(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+    ) -> None:
+        """Updates the variables.
+
+        Args:
+            grads: gradients, one for each variable, None where there is none.
+            trainable_variables: the variables; those the optimizer was built with if
+                left out.
+        """
+        grads = list(grads)
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "`trainable_variables` must be given to an optimizer that is not "
+                    "built. Received: trainable_variables=None."
+                )
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+        if trainable_variables is None:
+            trainable_variables = private.own_trainable(self)
+        engine.refuse_replicas("StochasticRoundingOptimizer")
+        inner, variables = self.inner_optimizer, list(trainable_variables)
+        step = private.applied_steps(inner).value
+        rounded = engine.stochastic_rounding(self._seed.value, step)
+        if engine.is_tracing() or _reads_all(inner):
+            # Eagerly all at once would take four bytes a weight.
+            grads = [None if g is None else _in_float32(g) for g in grads]
+        written = [*variables, *inner.variables]
+        with engine.plain_updates(parts_of(inner)), RoundingScope(written, rounded):
+            inner.apply(grads, variables)
+
+    @property
+    def learning_rate(self) -> Any:
+        """That of the inner optimizer."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """That of the inner optimizer."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those within a `MultiOptimizer`; an AttributeError within any other."""
+        return self.inner_optimizer.optimizers
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Ends a `fit` as the inner optimizer does."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments; the seed itself is among the variables."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "slot_dtype": self.slot_dtype,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict | None = None
+    ) -> "StochasticRoundingOptimizer":
+        """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
+        inner = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(**{**config, "inner_optimizer": inner})
+
+    def __dir__(self) -> list[str]:
+        # Keras' saving goes on to what dir() names, and would write a second copy.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """What updates the variables: the optimizer without this wrapper, and its parts.
+
+    A `MultiOptimizer` has parts.
+    """
+    is_wrapper = isinstance(optimizer, StochasticRoundingOptimizer)
+    inner = optimizer.inner_optimizer if is_wrapper else optimizer
+    return [inner, *getattr(inner, "optimizers", ())]
+
+
+def _reads_all(inner: Any) -> bool:
+    """Does Keras compute with all gradients before the first update?"""
+    return any(
+        part.clipnorm
+        or part.clipvalue
+        or part.global_clipnorm
+        or part.gradient_accumulation_steps
+        for part in parts_of(inner)
+    )
+
+
+def _in_float32(grad: Any) -> Any:
+    return ops.cast(ops.convert_to_tensor(grad, sparse=False), "float32")
+
+
+@contextlib.contextmanager
+def _slots_in(slot_dtype: str | None, variables: Sequence[Any]) -> Iterator[None]:
+    """Lets slots have the dtype of their weight, or `slot_dtype`, and no other number.
+
+    Keras creates scalars, too, in the dtype of a weight: products over all steps, which
+    bfloat16 cannot hold.
+    """
+    half = {id(v) for v in variables if v.dtype == BFLOAT16}
+    owner, thread = keras.optimizers.Optimizer, threading.get_ident()
+
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        add = super(owner, self).add_variable_from_reference
+        is_half = slot_dtype or id(reference_variable) in half
+        if not is_half or threading.get_ident() != thread:
+            return add(reference_variable, *args, **kwargs)
+        with private.as_dtype([reference_variable], BFLOAT16):
+            return add(reference_variable, *args, **kwargs)
+
+    # On the class: a `MultiOptimizer` may create its optimizers while it is built.
+    with (
+        _BUILDING,
+        private.as_dtype([v for v in variables if id(v) in half], "float32"),
+    ):
+        owner.add_variable_from_reference = add_variable_from_reference
+        try:
+            yield
+        finally:
+            del owner.add_variable_from_reference
+
+
+def _checked_inner(inner_optimizer: Any) -> Any:
+    inner = keras.optimizers.get(inner_optimizer)
+    if not isinstance(inner, keras.optimizers.Optimizer) or isinstance(
+        inner, StochasticRoundingOptimizer | keras.optimizers.LossScaleOptimizer
+    ):
+        raise ValueError(
+            "`inner_optimizer` must be a Keras optimizer, its name or its config, and "
+            "no wrapper round one. A LossScaleOptimizer goes outside of this one. "
+            f"Received: inner_optimizer={inner_optimizer!r}."
+        )
+    return inner
