@@ -1,6 +1,7 @@
 """StochasticRoundingOptimizer: bfloat16 weights that train as float32 ones do."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -89,6 +90,7 @@ def test_the_loss_is_that_of_float32(name):
     assert all(v.dtype == "bfloat16" for v in kept)
 
 
+@pytest.mark.filterwarnings("ignore:Optimizer")
 def test_without_it_adam_does_not_train():
     first, *_, last = losses_of(model_of("bfloat16"), optimizers.Adam(1e-3))
     trained = losses_of(
@@ -359,3 +361,39 @@ def test_all_processes_of_torch_round_alike(monkeypatch):
     optimizer = StochasticRoundingOptimizer("sgd", seed=1)
     optimizer.build(variables_of())
     assert int(optimizer.variables[0]) == 7
+
+
+# An optimizer that is lost in bfloat16 ----------------------------------------------
+
+
+def warnings_of(optimizer, dtype="bfloat16"):
+    variables = variables_of(dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.apply(gradients_of(1.0, dtype), variables)
+    return [str(w.message) for w in caught if "bfloat16 weights" in str(w.message)]
+
+
+def test_adam_is_told_of_once_where_its_arithmetic_is_lost():
+    (message,) = warnings_of(optimizers.Adam())
+    assert "beta_2=0.999 is 1 in bfloat16" in message
+    assert "keras_mp.StochasticRoundingOptimizer(optimizer)" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: StochasticRoundingOptimizer("adam"), "bfloat16"),
+        (lambda: optimizers.Adam(beta_2=0.99), "bfloat16"),
+        (lambda: optimizers.SGD(0.01), "bfloat16"),
+        (lambda: optimizers.Adam(), "float32"),
+    ],
+)
+def test_others_are_not_told_of(make, dtype):
+    assert not warnings_of(make(), dtype)
+
+
+def test_fit_tells_of_it_too():
+    with pytest.warns(UserWarning, match="StochasticRoundingOptimizer"):
+        losses_of(model_of("bfloat16"), optimizers.AdamW(), epochs=1)

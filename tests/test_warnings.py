@@ -134,6 +134,12 @@ def a_loop_that_scales_nothing(folder, monkeypatch):
         optimizer.apply(grads, variables)
 
 
+def adam_in_bfloat16(folder, monkeypatch):
+    variable = keras.Variable([1.0], dtype="bfloat16")
+    optimizer = keras.optimizers.Adam(name="lost")
+    optimizer.apply([ops.ones(1, "bfloat16")], [variable])
+
+
 def a_breakpoint_that_saw_no_step(folder, monkeypatch):
     model = scaled()
     fit(model)
@@ -218,6 +224,11 @@ CALLS = {
         a_loop_that_scales_nothing,
         "Optimizer 'plain' updates layers",
         "apply(",
+    ),
+    "rounding.lost.look": (
+        adam_in_bfloat16,
+        "Optimizer 'lost' updates bfloat16 weights",
+        "optimizer.apply(",
     ),
     "callbacks.overflow_breakpoint.on_train_end": (
         a_breakpoint_that_saw_no_step,

@@ -17,7 +17,8 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
     Model.export                 files for LiteRT compute in float32
-    Optimizer.apply              names an optimizer that float16 layers need scaled
+    Optimizer.apply              names an optimizer that float16 layers need scaled, or
+                                 that bfloat16 weights make nothing of
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
     keras.config.set_dtype_policy  has the last word about it
@@ -73,6 +74,7 @@ from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import is_graph, note_call
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.policies.record import record_of, records
+from keras_mp.rounding import lost
 
 
 def install() -> None:
@@ -442,6 +444,7 @@ def _export(original: Callable) -> Callable:
 def _apply(original: Callable) -> Callable:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         unscaled.look(self, trainable_variables)
+        lost.look(self, trainable_variables)
         return original(self, grads, trainable_variables)
 
     return apply

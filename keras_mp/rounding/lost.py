@@ -1,0 +1,41 @@
+"""Names an optimizer of Adam's family whose arithmetic is lost in bfloat16 weights."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from keras_mp.display.messages import warn
+from keras_mp.keras_seams import private
+from keras_mp.rounding.scope import BFLOAT16
+
+# From here on a number below 1 is rounded to 1.
+_BECOMES_ONE = 1 - 2.0**-9
+# The optimizers that were looked at.
+_seen: weakref.WeakSet = weakref.WeakSet()
+
+
+def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
+    """Warns once of an optimizer that is about to update bfloat16 weights in vain.
+
+    Within a `StochasticRoundingOptimizer` they say that they are float32.
+
+    Args:
+        optimizer: a Keras optimizer.
+        variables: what it updates; None for those that it was built with.
+    """
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    beta_2 = getattr(optimizer, "beta_2", None)
+    if not isinstance(beta_2, float) or not _BECOMES_ONE <= beta_2 < 1:
+        return
+    updated = variables or private.own_trainable(optimizer)
+    paths = [getattr(v, "path", v.name) for v in updated if v.dtype == BFLOAT16]
+    if paths:
+        warn(
+            f"Optimizer {optimizer.name!r} updates bfloat16 weights ({paths[0]} and "
+            f"{len(paths) - 1} more), and beta_2={beta_2} is 1 in bfloat16: its steps "
+            "are 0, or nan. Compile with "
+            "`keras_mp.StochasticRoundingOptimizer(optimizer)`, or train under "
+            '"mixed_bfloat16".'
+        )
