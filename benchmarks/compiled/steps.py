@@ -12,7 +12,7 @@ from benchmarks.compiled.cases import Case
 from benchmarks.compiled.devices import Device
 from benchmarks.compiled.private import as_if_there
 from benchmarks.compiled.roofline import cost_of
-from benchmarks.compiled.tables import BY_HAND, FLOAT32, KERAS, RECOMPUTED
+from benchmarks.compiled.tables import BY_HAND, FLOAT32, KERAS, RECOMPUTED, ROUNDED
 from benchmarks.results import Record
 from keras_mp.keras_seams import private
 from keras_mp.keras_seams.seams import uninstall
@@ -62,7 +62,10 @@ def _step(case: Case, device: Device, way: str) -> tuple[Any, tuple]:
         uninstall()
     keras.config.set_dtype_policy(_policy(device, way))
     model = case.build()
-    model.compile(keras.optimizers.Adam(1e-4), case.loss, metrics=[])
+    optimizer = keras.optimizers.Adam(1e-4)
+    if way == ROUNDED:
+        optimizer = keras_mp.StochasticRoundingOptimizer(optimizer)
+    model.compile(optimizer, case.loss, metrics=[])
     data = case.data()
     model.optimizer.build(model.trainable_variables)
     private.build_from_batch(model, data)
@@ -81,9 +84,8 @@ def _step(case: Case, device: Device, way: str) -> tuple[Any, tuple]:
 
 
 def _policy(device: Device, way: str) -> Any:
-    if way == FLOAT32:
-        return keras.DTypePolicy("float32")
-    if way == KERAS:
-        return keras.DTypePolicy(device.half)
+    plain = {FLOAT32: "float32", KERAS: device.half, ROUNDED: "bfloat16"}
+    if way in plain:
+        return keras.DTypePolicy(plain[way])
     policy = type(keras_mp.Policy(device.half))
     return policy(recompute_logits=way == RECOMPUTED)
