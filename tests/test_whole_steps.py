@@ -18,7 +18,7 @@ from compiled_steps import platform, sharding
 if sharding() is None:
     pytest.skip("make gpu-gates, make tpu-gates", allow_module_level=True)
 
-from whole_steps import fused_products, whole_step, written
+from whole_steps import bfloat16_step, fused_products, whole_step, written
 
 from keras_mp.policies import heads
 
@@ -110,6 +110,20 @@ def test_no_logits_of_attention_are_written_in_float32(model):
     plain, step = (whole_step(model, policy) for policy in ("float32", HALF))
     assert "f32" in written(plain.program.text, LOGITS[model]), plain
     assert "f32" not in written(step.program.text, LOGITS[model]), step
+
+
+WEIGHTS = [(50257, 768), (768, 3072), (3072, 768), (768, 12, 64)]
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer 'adam' updates bfloat16 weights")
+def test_stochastic_rounding_costs_nothing_and_keeps_no_float32_weights():
+    plain, step = (bfloat16_step("decoder", rounded) for rounded in (False, True))
+    for shape in WEIGHTS:
+        assert "f32" not in written(step.program.text, shape), f"{shape}\n{step}"
+        assert "bf16" in written(step.program.text, shape), f"{shape}\n{step}"
+    assert step.program.peak <= 1.03 * plain.program.peak, f"{step}\nplain: {plain}"
+    moved, least = step.program.accessed, plain.program.accessed
+    assert moved <= 1.03 * least, f"{moved / least:.3f}\n{step}\nplain: {plain}"
 
 
 def test_the_gate_sees_a_head_in_float32(monkeypatch):

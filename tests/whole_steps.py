@@ -110,6 +110,26 @@ def whole_step(name, policy, **options):
     return Step(program, list(products(program.text)))
 
 
+@functools.cache
+def bfloat16_step(name, rounded):
+    """The same with bfloat16 weights and slots, by Adam or with stochastic rounding."""
+    keras.backend.clear_session()
+    make, loss, batch, *ends = MODELS[name]
+    keras.config.set_dtype_policy("bfloat16")
+    try:
+        model = make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.compile(
+        keras_mp.StochasticRoundingOptimizer("adam") if rounded else "adam", loss
+    )
+    data = tuple(np.zeros((batch, *shape), dtype) for shape, dtype in ends)
+    build(model, data)
+    model.make_train_function()
+    program = step_of(model, data, **OPTIONS.get((platform(), name), {}))
+    return Step(program, list(products(program.text)))
+
+
 def fused_products(text):
     """How many products lie in kernels of fused attention."""
     return sum(len(re.findall(name, text)) * number for name, number in FUSED.items())
