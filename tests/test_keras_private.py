@@ -540,9 +540,6 @@ def test_plain_methods_write_by_assign(name):
     vars(optimizer).update(methods)
     with keras.StatelessScope() as scope:  # It notes what is assigned to.
         with _no_grad():
-            key = private.place_key(optimizer)
-            if BACKEND == "tensorflow":
-                vars(optimizer)[private.PLACE_KEY] = key
             optimizer.apply([ops.ones((2, 3))], [variable])
     assert scope.get_current_value(variable) is not None
     np.testing.assert_array_equal(variable, np.ones((2, 3)))

@@ -342,13 +342,17 @@ def plain_methods(optimizer: Any) -> dict[str, Callable]:
     They are those of the classes behind the backend's own.
     """
     methods: dict[str, Callable] = {}
+    on_tensorflow = "tensorflow" in map(backend_of, type(optimizer).__mro__)
     for name in _PAST_ASSIGN:
         owners = [c for c in type(optimizer).__mro__ if name in vars(c)]
         plain = next(c for c in owners if backend_of(c) is None)
         if owners[0] is not plain:
             methods[name] = functools.partial(vars(plain)[name], optimizer)
-        elif name == "_backend_update_step" and "tensorflow" in map(backend_of, owners):
+        elif name == "_backend_update_step" and on_tensorflow and len(owners) > 1:
             methods.update(_with_its_variables(optimizer))
+    if on_tensorflow:  # Which finds the place of a variable by its value's id.
+        key = optimizer._var_key
+        methods["_var_key"] = lambda v: key(getattr(v, "_value", v))
     return methods
 
 
@@ -369,16 +373,6 @@ def _with_its_variables(optimizer: Any) -> dict[str, Callable]:
         "_backend_update_step": update_all,
         "_distributed_tf_update_step": update_each,
     }
-
-
-def place_key(optimizer: Any) -> Callable[[Any], Any]:
-    """Keras' key of a variable, which on TensorFlow it asks of the variable's value."""
-    original = optimizer._var_key
-    return lambda variable: original(getattr(variable, "_value", variable))
-
-
-# Where an optimizer looks such a key up.
-PLACE_KEY = "_var_key"
 
 
 def track(optimizer: Any, variable: Any) -> None:

@@ -5,7 +5,7 @@ Where XLA compiles, selects: a conditional there copies what goes through it.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -37,6 +37,8 @@ class TensorFlowEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
+    refuse_replicas = staticmethod(replicas.refuse_replicas)
+    plain_updates = staticmethod(plain_updates.plain_updates)
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
@@ -49,18 +51,6 @@ class TensorFlowEngine(Engine):
     def is_tracing(self) -> bool:
         """Are we inside a tf.function that is being traced?"""
         return not tf.executing_eagerly()
-
-    @contextlib.contextmanager
-    def plain_updates(self, optimizers: Sequence[Any]) -> Iterator[None]:
-        with plain_updates.plain_updates(optimizers), contextlib.ExitStack() as undone:
-            for optimizer in optimizers:
-                own = vars(optimizer)
-                own[private.PLACE_KEY] = private.place_key(optimizer)
-                undone.callback(own.pop, private.PLACE_KEY)
-            yield
-
-    def refuse_replicas(self, what: str) -> None:
-        replicas.refuse(what)
 
     def outside_trace(self) -> contextlib.AbstractContextManager:
         return tf.init_scope()

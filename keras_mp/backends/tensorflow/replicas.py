@@ -34,7 +34,7 @@ def check_strategy(variables: Sequence[Any], built: bool) -> None:
         )
 
 
-def refuse(what: str) -> None:
+def refuse_replicas(what: str) -> None:
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas > 1:
         raise ValueError(
