@@ -110,6 +110,7 @@ class OfTheUser(Adam):
     ("inner", "dtype"),
     [(Adam, "float16"), (Adam, "bfloat16"), (OfTheUser, "float32"), (SGD, "float32")],
 )
+@pytest.mark.filterwarnings("ignore:Optimizer .* updates bfloat16 weights")
 def test_others_are_left_to_keras(inner, dtype):
     variables = variables_of(dtype=dtype)
     grads = [torch.tensor(g, dtype=getattr(torch, dtype)) for g in BATCHES[0]]
