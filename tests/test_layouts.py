@@ -139,7 +139,6 @@ def test_a_convolution_copies_no_images(kind, options, padding, dtype):
     (expected, before), (found, copies) = of_keras(run), run()
     assert_alike(found, expected, dtype)
     if layer.data_format == "channels_last" and rank > 1:
-        assert copies < before
-        assert copies == 0
+        assert copies == 0  # Newer versions of Keras make two.
     else:
         assert copies == before

@@ -42,8 +42,9 @@ OPTIMIZERS = {
     "RMSprop": lambda: optimizers.RMSprop(1e-3),
     "SGD": lambda: optimizers.SGD(0.01),
     "SGD with momentum": lambda: optimizers.SGD(0.01, momentum=0.9),
-    "MultiOptimizer": multi_optimizer,
 }
+if hasattr(optimizers, "MultiOptimizer"):
+    OPTIMIZERS["MultiOptimizer"] = multi_optimizer
 for name in ("Ftrl", "Muon", "ScheduleFreeAdamW"):
     if hasattr(optimizers, name):
         OPTIMIZERS[name] = functools.partial(getattr(optimizers, name), 1e-3)

@@ -37,7 +37,7 @@ def _has_kernel(layer: Any, x: Any, learns: bool) -> bool:
         and layer.moving_mean.dtype == "float32"
         # Of one number there is no variance to torch.
         and (not learns or x.numel() > x.shape[layer.axis])
-        and not (learns and (layer.renorm or layer.synchronized))
+        and not (learns and (getattr(layer, "renorm", False) or layer.synchronized))
         and private.get_stateless_scope() is None
     )
 
