@@ -13,6 +13,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 SHAPES = [(3, 4), (4,), (3, 3, 2, 5), ()]
 GENERATOR = np.random.default_rng(0)
@@ -34,18 +35,6 @@ OPTIMIZERS = {
     "accumulation": lambda: Adam(0.01, gradient_accumulation_steps=2),
     "a schedule": lambda: Adam(keras.optimizers.schedules.CosineDecay(0.01, 100)),
 }
-
-
-class Kernels(TorchDispatchMode):
-    """Notes the operations that torch runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 def variables_of(weights=WEIGHTS, dtype="float32"):
@@ -81,7 +70,7 @@ def test_the_weights_and_moments_are_those_of_keras(name):
 
 def kernels_of_a_step(optimizer, variables, grads):
     optimizer.build(variables)
-    with torch.no_grad(), Kernels() as kernels:
+    with torch.no_grad(), Operations() as kernels:
         optimizer.apply(grads, variables)
     assert not vars(optimizer.inner_optimizer).get("_parallel_update_step")
     return kernels.names

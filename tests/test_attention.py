@@ -6,7 +6,7 @@ import math
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, same_bits
+from backends import BACKEND, same_bits, without_us
 from keras import ops
 from keras.src import backend as keras_backend
 
@@ -111,14 +111,6 @@ def inputs(std=1.0, heads=4, dtype="float16", size=16):
         )
         for i in range(3)
     ]
-
-
-def without_us(function):
-    keras_mp.keras_seams.seams.uninstall()
-    try:
-        return function()
-    finally:
-        keras_mp.keras_seams.seams.install()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

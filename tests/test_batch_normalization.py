@@ -3,17 +3,16 @@
 import keras
 import numpy as np
 import pytest
-from backends import values
+from backends import values, without_us
 from keras import layers
 
 import keras_mp
-from keras_mp.keras_seams import seams
 
 if keras.backend.backend() != "torch":
     pytest.skip("torch has such a kernel", allow_module_level=True)
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 GENERATOR = np.random.default_rng(0)
 SHAPES = {"vectors": (64, 5), "sequences": (8, 9, 5), "images": (4, 6, 7, 5)}
@@ -28,18 +27,6 @@ OPTIONS = {
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-class Kernels(TorchDispatchMode):
-    """Notes the operations that torch runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 def layer_like(shape, axis, dtype, **options):
     layer = layers.BatchNormalization(axis=axis, dtype=f"mixed_{dtype}", **options)
     layer.build(shape)
@@ -50,19 +37,10 @@ def layer_like(shape, axis, dtype, **options):
     return layer
 
 
-def of_keras(run):
-    """The same without our seams."""
-    seams.uninstall()
-    try:
-        return run()
-    finally:
-        seams.install()
-
-
 def outcome(layer, x, training, factor):
     """The result, the gradients by the input and the weights, and the statistics."""
     x = torch.tensor(x, requires_grad=True)
-    with Kernels() as kernels:
+    with Operations() as kernels:
         y = layer(x, training=training)
     weights = [v.value for v in layer.trainable_variables]
     loss = (y.float() * torch.tensor(factor)).sum()
@@ -86,7 +64,7 @@ def test_it_is_one_kernel_and_as_keras(kind, options, axis, training, dtype):
         layer = layer_like(shape, axis, dtype, **OPTIONS[options])
         return outcome(layer, x, training, factor)
 
-    (kept, expected, _), (returned, found, names) = of_keras(run), run()
+    (kept, expected, _), (returned, found, names) = without_us(run), run()
     assert returned == kept == getattr(torch, dtype)
     assert sum("batch_norm" in name for name in names) == 1
     assert "rsqrt" not in names
@@ -121,7 +99,7 @@ def statistics_after(layer, x, training):
 
 
 def is_one_kernel(layer, x, **call):
-    with Kernels() as kernels:
+    with Operations() as kernels:
         layer(x, **call)
     return any("batch_norm" in name for name in kernels.names)
 

@@ -18,8 +18,7 @@ from benchmarks.kernels.tables import (
     tables,
 )
 
-# Widths as in the suite, but fewer words, positions and blocks: a float16 product on a
-# CPU takes its time.
+# Smaller than in the suite: a float16 product on a CPU takes its time.
 SMALL = {
     DECODER: {"vocabulary": 512, "length": 32, "width": 64, "depth": 4, "heads": 4}
 }

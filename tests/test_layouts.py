@@ -3,9 +3,8 @@
 import keras
 import numpy as np
 import pytest
+from backends import without_us
 from keras import layers, ops
-
-from keras_mp.keras_seams import seams
 
 if keras.backend.backend() != "torch":
     pytest.skip("torch has tensors of any order in memory", allow_module_level=True)
@@ -29,15 +28,6 @@ class Copies(TorchDispatchMode):
         if name in ("clone", "contiguous"):
             self.number += args[0].numel() == self.size
         return function(*args, **(kwargs or {}))
-
-
-def of_keras(run):
-    """The same without our seams."""
-    seams.uninstall()
-    try:
-        return run()
-    finally:
-        seams.install()
 
 
 def with_gradients(call, *arrays):
@@ -75,7 +65,7 @@ def test_attention_copies_nothing(keys, scale, is_causal, dtype):
 
         return with_gradients(attend, *arrays)
 
-    (expected, before), (found, copies) = of_keras(run), run()
+    (expected, before), (found, copies) = without_us(run), run()
     assert before > 0
     assert copies == 0
     assert_alike(found, expected, dtype)
@@ -98,7 +88,7 @@ def test_other_attention_is_left_to_keras(case):
             lambda *x: ops.dot_product_attention(*x, **options), q, k, v
         )
 
-    (expected, before), (found, copies) = of_keras(run), run()
+    (expected, before), (found, copies) = without_us(run), run()
     assert copies == before
     assert_alike(found, expected, "float16")
 
@@ -136,7 +126,7 @@ def test_a_convolution_copies_no_images(kind, options, padding, dtype):
     def run():
         return with_gradients(lambda x: layer(x), x)
 
-    (expected, before), (found, copies) = of_keras(run), run()
+    (expected, before), (found, copies) = without_us(run), run()
     assert_alike(found, expected, dtype)
     if layer.data_format == "channels_last" and rank > 1:
         assert copies == 0  # Newer versions of Keras make two.

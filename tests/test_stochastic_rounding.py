@@ -100,6 +100,18 @@ def test_without_it_adam_does_not_train():
     assert first - last < 0.5 * (trained[0] - trained[-1])
 
 
+@pytest.mark.once
+def test_the_statistics_of_batch_normalization_want_float32():
+    averages = {}
+    for dtype in ("float32", "bfloat16"):
+        layer = layers.BatchNormalization(dtype=dtype)
+        for _ in range(600):
+            layer(np.full((4, 1), 3.0, "float32"), training=True)
+        (averages[dtype],) = values([layer.moving_mean])
+    assert abs(averages["float32"][0] - 3) < 0.01
+    assert averages["bfloat16"][0] < 2.5
+
+
 # Single updates ---------------------------------------------------------------------
 
 SHAPES = [(64, 8), (8,), ()]
@@ -186,19 +198,17 @@ def test_a_seed_is_drawn_that_keras_random_seed_decides():
     assert seeds[0] == seeds[1] != other[0]
 
 
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
+def test_a_checkpoint_goes_on_to_the_bit():
     optimizer, variables = run(1, 3)
-    before = values(variables), values(optimizer.variables)
+    store, weights = {}, values(variables)
+    optimizer.save_own_variables(store)
     run(None, 3, optimizer=optimizer, variables=variables)
     fresh = StochasticRoundingOptimizer(optimizers.AdamW(1e-3, weight_decay=0.01))
     again = variables_of()
-    fresh.build(again)
-    store = {}
-    optimizer.save_own_variables(store)
-    for variable, value in zip(
-        [*again, *fresh.variables], [*before[0], *before[1]], strict=True
-    ):
+    for variable, value in zip(again, weights, strict=True):
         variable.assign(value)
+    fresh.build(again)
+    fresh.load_own_variables({k: np.array(v) for k, v in store.items()})
     run(None, 3, optimizer=fresh, variables=again)
     assert same_bits(values(variables), values(again))
 
@@ -280,10 +290,8 @@ def test_after_an_error_everything_is_as_it_was():
     before = set(vars(optimizer.inner_optimizer))
     with pytest.raises(RuntimeError, match="in the middle"):
         optimizer.apply(gradients_of(1.0), variables)
-    everything = [*variables, *optimizer.variables]
     assert {v.dtype for v in variables} == {"bfloat16"}
     assert set(vars(optimizer.inner_optimizer)) == before
-    assert not any(isinstance(v.value, str) for v in everything)
     assert keras.ops.convert_to_numpy(variables[0]).dtype == "bfloat16"
 
 

@@ -90,7 +90,7 @@ class Step(NamedTuple):
 
     Attributes:
         run: takes the step.
-        state: the tensors that it updates.
+        state: returns the tensors that it updates.
     """
 
     run: Callable[[], object]

@@ -6,8 +6,8 @@ small update of a weight, below half of its last bit, is made now and then, wher
 rounding to nearest never makes it.
 
 The random bits are a hash of the seed, the step, the number of the write within it and
-the place in the tensor: any device computes its own part, and every run the same. A
-generator of the backends' takes up to a hundred times as long as an update by Adam.
+the place in the tensor: any device computes its own part, and every run the same. The
+backends' own generators take longer than the update itself.
 
 Sources: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; the hash
 is "lowbias32", Wellons 2018, "Prospecting for Hash Functions".

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_mp.backends import plain_updates
+from keras_mp.backends import own_methods
 from keras_mp.backends.engine import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.tensorflow import (
@@ -38,7 +38,7 @@ class TensorFlowEngine(Engine):
     all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
     refuse_replicas = staticmethod(replicas.refuse_replicas)
-    plain_updates = staticmethod(plain_updates.plain_updates)
+    plain_updates = staticmethod(own_methods.plain_updates)
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)

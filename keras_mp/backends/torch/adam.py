@@ -1,38 +1,33 @@
 """Keras' Adam and AdamW on torch, whose update is one kernel for all variables.
 
-Keras makes it in twelve passes over the weights, with two copies of them.
+Keras makes it in ten, with copies of all weights between them.
 """
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from keras import ops
 
+from keras_mp.backends.own_methods import own_methods
+from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import fused_adam
 from keras_mp.keras_seams import private
 
-# Where torch has that kernel.
-_HAVE_KERNEL = ("cpu", "cuda")
 
-
-@contextlib.contextmanager
-def in_one_kernel(optimizers: Iterable[Any]) -> Iterator[None]:
+def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:
     """Lets those of these optimizers that are Keras' Adam or AdamW update so meanwhile.
 
     Clipping, decay, averages and accumulation stay Keras' own.
     """
-    with contextlib.ExitStack() as undone:
-        for optimizer in optimizers:
-            if _is_adam(type(optimizer)):
-                # In place of the method of its class, and of this optimizer alone.
-                own = vars(optimizer)
-                own[private.UPDATE_STEP] = functools.partial(_update, optimizer)
-                undone.callback(own.pop, private.UPDATE_STEP)
-        yield
+    return own_methods(
+        (o, {private.UPDATE_STEP: functools.partial(_update, o)})
+        for o in optimizers
+        if _is_adam(type(o))
+    )
 
 
 def _is_adam(kind: type) -> bool:
@@ -71,7 +66,7 @@ def _update(
 def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:
     device = written[0].device
     return (
-        device.type in _HAVE_KERNEL
+        device.type in HAVE_KERNELS
         and not torch.compiler.is_compiling()  # torch knows no shapes for a rate there.
         and private.get_stateless_scope() is None
         and all(x.dtype == torch.float32 and x.device == device for x in grads)

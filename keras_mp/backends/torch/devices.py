@@ -8,6 +8,9 @@ from torch import cuda
 
 from keras_mp.backends.devices import Device, parse_capability
 
+# Where torch has one kernel for all gradients, and one for an update by Adam.
+HAVE_KERNELS = ("cpu", "cuda")
+
 
 def list_devices() -> list[Device]:
     # A CUDA build of torch on a machine with a broken driver warns and says

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from keras_mp.backends import plain_updates
+from keras_mp.backends import own_methods
 from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.torch import (
     adam,
@@ -61,7 +61,7 @@ class TorchEngine(Engine):
 
     @contextlib.contextmanager
     def plain_updates(self, optimizers: Iterable[Any]) -> Iterator[None]:
-        with torch.no_grad(), plain_updates.plain_updates(optimizers):
+        with torch.no_grad(), own_methods.plain_updates(optimizers):
             yield
 
     def agreed(self, value: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from keras_mp.backends.engine import INFINITE, NAN
+from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import unscale_and_check
-
-# Where torch has a kernel that unscales and checks.
-_HAVE_KERNEL = ("cpu", "cuda")
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
@@ -26,10 +24,8 @@ def unscale_in_place(
 ) -> tuple[list[Any], torch.Tensor] | None:
     present = [g for g in grads if g is not None]
     device = present[0].device
-    known = device.type in _HAVE_KERNEL
-    if not known or any(
-        g.layout != torch.strided or g.device != device for g in present
-    ):
+    alike = all(g.layout == torch.strided and g.device == device for g in present)
+    if not alike or device.type not in HAVE_KERNELS:
         return None
     own = _own_memory(grads, variables)
     unscaled = [

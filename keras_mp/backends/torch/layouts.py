@@ -12,7 +12,11 @@ import keras
 import torch
 from keras import ops
 
-_HALF = (torch.float16, torch.bfloat16)
+from keras_mp.backends.engine import HALF
+
+
+def _is_half(x: torch.Tensor) -> bool:
+    return keras.backend.standardize_dtype(x.dtype) in HALF
 
 
 def attention_as_it_is(original: Callable) -> Callable:
@@ -32,7 +36,7 @@ def attention_as_it_is(original: Callable) -> Callable:
         tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
         asked = bias, mask, *rest.values()
         alike = len({(x.dtype, x.ndim, *x.shape[2:3]) for x in tensors}) == 1
-        half = tensors[0].dtype in _HALF and tensors[0].ndim == 4
+        half = _is_half(tensors[0]) and tensors[0].ndim == 4
         if any(x is not None for x in asked) or not (alike and half):
             return original(
                 query, key, value, bias, mask, scale, is_causal=is_causal, **rest
@@ -60,7 +64,7 @@ def convolution_as_it_is(original: Callable) -> Callable:
     ) -> Any:
         x = ops.convert_to_tensor(inputs)
         last = data_format or keras.config.image_data_format()
-        if x.dtype not in _HALF or x.ndim < 4 or last != "channels_last":
+        if not _is_half(x) or x.ndim < 4 or last != "channels_last":
             return original(
                 inputs, kernel, strides, padding, data_format, dilation_rate
             )

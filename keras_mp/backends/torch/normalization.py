@@ -1,6 +1,6 @@
 """BatchNormalization in half precision by torch's own kernel, statistics in float32.
 
-Keras makes it of twenty operations in float32, and of forty more for the gradient.
+Keras makes it, and its gradient, of some fifty operations in float32.
 """
 
 import functools
@@ -10,9 +10,8 @@ from typing import Any
 import keras
 import torch
 
+from keras_mp.backends.engine import HALF
 from keras_mp.keras_seams import private
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def in_one_kernel(original: Callable) -> Callable:
@@ -32,7 +31,7 @@ def _has_kernel(layer: Any, x: Any, learns: bool) -> bool:
     return (
         type(layer) is keras.layers.BatchNormalization
         and isinstance(x, torch.Tensor)
-        and x.dtype in _HALF
+        and layer.compute_dtype in HALF
         and keras.backend.standardize_dtype(x.dtype) == layer.compute_dtype
         and layer.moving_mean.dtype == "float32"
         # Of one number there is no variance to torch.

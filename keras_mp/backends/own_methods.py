@@ -1,0 +1,24 @@
+"""Optimizers with other methods for a while, in place of those of their classes."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from keras_mp.keras_seams import private
+
+
+@contextlib.contextmanager
+def own_methods(methods: Iterable[tuple[Any, dict[str, Callable]]]) -> Iterator[None]:
+    """Gives these methods to these optimizers, and to no other of their class."""
+    with contextlib.ExitStack() as undone:
+        for optimizer, new in methods:
+            own = vars(optimizer)
+            for name, method in new.items():
+                own[name] = method
+                undone.callback(own.pop, name)
+        yield
+
+
+def plain_updates(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:
+    """Lets these optimizers of Keras write by `assign`, as on any backend."""
+    return own_methods((o, private.plain_methods(o)) for o in optimizers)
