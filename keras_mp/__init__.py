@@ -17,7 +17,7 @@ from keras_mp.errors import TrainingDivergedError
 from keras_mp.keras_seams import seams
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.hardware import recommended_policy
-from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, Policy
+from keras_mp.policies.policy import BFloat16, MixedBFloat16, MixedFloat16, Policy
 from keras_mp.policies.rules import keep_float32
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BFloat16",
     "LossScaleOptimizer",
     "MixedBFloat16",
     "MixedFloat16",

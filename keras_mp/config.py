@@ -44,9 +44,10 @@ def set_global_policy(policy: Any) -> None:
     It holds in threads that start later and after `keras.utils.clear_session()`.
 
     Args:
-        policy: "float32", "mixed_float16", "mixed_bfloat16", "auto" (what
-            `recommended_policy` picks, once the first layer asks), the name of a float
-            dtype, or a `keras.DTypePolicy`. "float16" is a warning, once.
+        policy: "float32", "mixed_float16", "mixed_bfloat16", "bfloat16" (weights too,
+            see `BFloat16`), "auto" (what `recommended_policy` picks, once the first
+            layer asks), the name of a float dtype, or a `keras.DTypePolicy`. "float16"
+            is a warning, once.
 
     Raises:
         ValueError: for a name that is no policy. The policy in force stays.

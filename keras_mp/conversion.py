@@ -4,11 +4,11 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.engine import BFLOAT16, HALF
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
-from keras_mp.policies.choosing import choose_policy
+from keras_mp.policies.choosing import choose_policy, chooser_for
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import keep_outputs_in_float32
 from keras_mp.policies.policy import Policy
@@ -52,6 +52,8 @@ def convert(model: Any, policy: Any) -> Any:
         )
     policy = Policy(policy)
     policy._keras_mp_asked_for = True
+    if _is_under(policy, model):
+        return model
     layers = [layer for layer in private.layers_in(model) if _converts(layer)]
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))
@@ -87,6 +89,14 @@ def convert(model: Any, policy: Any) -> Any:
     return model
 
 
+def _is_under(policy: Any, model: Any) -> bool:
+    """Was the model built under this policy, whose weights are bfloat16?"""
+    if policy.variable_dtype != BFLOAT16:
+        return False
+    layers = [x for x in private.layers_in(model) if x.built and x.weights]
+    return bool(layers) and all(chooser_for(layer) == policy for layer in layers)
+
+
 def _converts(layer: Any) -> bool:
     policy = policy_of(layer)
     return (
@@ -120,14 +130,15 @@ def _refuse_other_variables(layer: Any, policy: Any) -> None:
         *private.own_trainable(layer),
         *private.own_non_trainable(layer),
     ):
-        if variable.dtype in ("float32", *HALF) and (
-            layer.variable_dtype != policy.variable_dtype
-        ):
+        is_half = private.stored_dtype(variable) == BFLOAT16 and chooser_for(layer)
+        own = BFLOAT16 if is_half else layer.variable_dtype
+        if variable.dtype in ("float32", *HALF) and own != policy.variable_dtype:
             raise ValueError(
                 "`policy` must keep variables in the dtype that they have. Received: "
                 f"policy={policy!r} for {policy.variable_dtype} variables, while "
                 f"{variable.path!r} of layer {layer_path(layer)!r} "
-                f"({type(layer).__name__}) is {variable.dtype}."
+                f"({type(layer).__name__}) is {variable.dtype}. Create the model, or "
+                "load it, under the policy, and then load its weights."
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_mp_cli.missing import BACKENDS, version_of
 
-POLICIES = ("auto", "mixed_float16", "mixed_bfloat16", "float32")
+POLICIES = ("auto", "mixed_float16", "mixed_bfloat16", "bfloat16", "float32")
 
 
 def parser() -> argparse.ArgumentParser:

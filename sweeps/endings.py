@@ -27,12 +27,16 @@ import keras_mp
 
 BACKENDS = ("jax", "tensorflow", "torch")
 BACKEND = keras.backend.backend()
-POLICIES = ("mixed_float16", "mixed_bfloat16")
+POLICIES = ("mixed_float16", "mixed_bfloat16", "bfloat16")
 STEPS = 2
 EXAMPLES, FEATURES, CLASSES, FRAMES = 16, 6, 4, 5
 # Results differ by at most so many units of roundoff: 6 sqrt(8), the tolerance of
 # `layer_errors.py`, which has the reason.
-UNIT_ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
+UNIT_ROUNDOFF = {
+    "mixed_float16": 2.0**-11,
+    "mixed_bfloat16": 2.0**-8,
+    "bfloat16": 2.0**-8,
+}
 ROUNDINGS = 6 * 8**0.5
 
 
@@ -269,9 +273,16 @@ def cases() -> Iterator[Case]:
 
 
 class Trained(NamedTuple):
-    """What came of a few steps: a loss for each, and how the weights changed."""
+    """What came of a few steps: a loss for each, and how the weights changed.
+
+    Attributes:
+        losses: of the steps.
+        start: the weights before, one after the other.
+        change: what came to them.
+    """
 
     losses: list[float]
+    start: np.ndarray
     change: np.ndarray
 
 
@@ -285,15 +296,18 @@ def trained(case: Case) -> Trained:
         model = KINDS[case.kind](x.shape[1:], case.ending)
         model(x)
         draw = np.random.default_rng(2)
-        start = [draw.normal(size=w.shape) * 0.5 for w in model.weights]
-        model.set_weights(start)
+        model.set_weights([draw.normal(size=w.shape) * 0.5 for w in model.weights])
+        start = _weights(model)
         train = _fit if case.compiled else _loop
         losses = _of_applied_steps(train(model, case, x, y))
-        moved = zip(model.get_weights(), start, strict=True)
-        change = [(after - w).ravel() for after, w in moved]
-        return Trained(losses, np.concatenate(change))
+        return Trained(losses, start, _weights(model) - start)
     finally:
         keras_mp.set_global_policy(before)
+
+
+def _weights(model: Any) -> np.ndarray:
+    weights = [w.astype("float32").ravel() for w in model.get_weights()]
+    return np.concatenate(weights)
 
 
 def _of_applied_steps(steps: Iterator[tuple[Any, float]]) -> list[float]:
@@ -319,6 +333,8 @@ def _loop(model: Any, case: Case, x: Any, y: Any) -> Iterator[tuple[Any, float]]
     optimizer = keras.optimizers.SGD(0.05)
     if case.policy == "mixed_float16":
         optimizer = keras_mp.LossScaleOptimizer(optimizer)
+    if case.policy == "bfloat16":
+        optimizer = keras_mp.StochasticRoundingOptimizer(optimizer, seed=0)
     x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
     variables = model.trainable_variables
 
@@ -372,21 +388,23 @@ def disagreement(case: Case) -> float:
     """How far a case is from float32, 1 being what rounding explains.
 
     The larger of two errors: of a loss, relative to it or to 1, and of the change of
-    the weights, relative to its norm.
+    the weights, relative to its norm. Weights in bfloat16 are themselves rounded, in
+    each step: it is where they were, and where they end, that is known less well.
     """
     logits = case.loss.options == _LOGITS
     wanted = expected(case.ending.activation, case.loss.name, logits)
     found = trained(case)
     a, b = np.array(found.losses), np.array(wanted.losses)
     norm = np.linalg.norm
+    unit = UNIT_ROUNDOFF[case.policy]
+    of_weights = 2 * norm(wanted.start) if case.policy == "bfloat16" else 0
     errors = (
-        np.max(np.abs(a - b) / np.maximum(np.abs(b), 1)),
-        norm(found.change - wanted.change) / norm(wanted.change),
+        np.max(np.abs(a - b) / np.maximum(np.abs(b), 1)) / (ROUNDINGS * unit),
+        norm(found.change - wanted.change)
+        / (ROUNDINGS * unit * norm(wanted.change) + unit * of_weights),
     )
     # A nan is the largest error.
-    return float(np.max(np.nan_to_num(errors, nan=np.inf))) / (
-        ROUNDINGS * UNIT_ROUNDOFF[case.policy]
-    )
+    return float(np.max(np.nan_to_num(errors, nan=np.inf)))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from test_chunks import IDS, decoder
 import keras_mp
 from keras_mp.backends import products
 from keras_mp.backends.jax import chunks
-from keras_mp.policies import heads
+from keras_mp.policies import weights
 
 
 def distribution(kind):
@@ -23,7 +23,7 @@ def distribution(kind):
 
 def main():
     keras_mp.set_global_policy("mixed_float16")
-    heads.LARGE, products.ONE_CHUNK = 1, 2**11
+    weights.LARGE, products.ONE_CHUNK = 1, 2**11
     made, original = [], chunks.losses
 
     def losses(head, labels, number):

@@ -21,7 +21,7 @@ from keras_mp.backends.jax import chunks, one_pass
 from keras_mp.backends.jax import logits as known_logits
 from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.products import HalfOperands, number_of_chunks, number_recomputed
-from keras_mp.policies import heads
+from keras_mp.policies import weights
 
 CLASSES, WIDTH = 300, 16
 RANDOM = np.random.default_rng(0)
@@ -34,7 +34,7 @@ BIAS = RANDOM.normal(size=(CLASSES,)).astype("float32")
 
 @pytest.fixture
 def every_head_is_large(monkeypatch):
-    monkeypatch.setattr(heads, "LARGE", 1)
+    monkeypatch.setattr(weights, "LARGE", 1)
     monkeypatch.setattr(products, "ONE_CHUNK", 2**11)  # Of 4 x 6 x 300: 4 chunks, of 3.
 
 
@@ -215,8 +215,8 @@ def unchunked(function, *args, **kwargs):
 
 def assert_alike(found, expected):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    for weights, wanted in zip(found[1], expected[1], strict=True):
-        assert np.linalg.norm(weights - wanted) <= 2e-3 * np.linalg.norm(wanted)
+    for weight, wanted in zip(found[1], expected[1], strict=True):
+        assert np.linalg.norm(weight - wanted) <= 2e-3 * np.linalg.norm(wanted)
 
 
 KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]

@@ -19,7 +19,7 @@ import keras_mp
 from keras_mp.backends.jax import logits as known_logits
 from keras_mp.backends.jax import one_pass
 from keras_mp.backends.jax.logits import Head, Probabilities
-from keras_mp.policies.heads import LARGE
+from keras_mp.policies.weights import LARGE
 
 CLASSES = 7
 LABELS = np.array([[0, 3, 6], [-1, 7, 2]], "int32")  # Two of them are no classes.

@@ -11,7 +11,7 @@ from products import products_of
 
 import keras_mp
 from keras_mp.backends.products import HalfOperands, half_operands
-from keras_mp.policies.heads import LARGE
+from keras_mp.policies.weights import LARGE
 
 BACKEND = keras.backend.backend()
 POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}

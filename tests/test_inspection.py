@@ -9,7 +9,7 @@ import pytest
 from backends import BACKEND, same_bits, values
 
 import keras_mp
-from keras_mp.policies.heads import LARGE
+from keras_mp.policies.weights import LARGE
 
 layers, ops = keras.layers, keras.ops
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from keras_mp.backends import engine
 from keras_mp.keras_seams import private
 
 BACKEND = keras.backend.backend()
@@ -520,6 +521,20 @@ def test_a_variable_names_another_dtype_for_a_while():
         assert variable.dtype == "float32"
         assert "bfloat16" in str(private.raw_value(variable).dtype)
     assert variable.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("set_dtype", [private.set_dtype, engine.set_dtype])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_variable_becomes_one_of_another_dtype(deferred, set_dtype):
+    with keras.StatelessScope() if deferred else contextlib.nullcontext():
+        variable = keras.Variable(keras.initializers.Ones(), (2,), dtype="bfloat16")
+        assert private.stored_dtype(variable) == "bfloat16"
+        set_dtype(variable, "float32")
+    assert private.stored_dtype(variable) == variable.dtype == "float32"
+    assert keras.backend.standardize_dtype(variable.value.dtype) == "float32"
+    np.testing.assert_array_equal(variable, [1.0, 1.0])
+    variable.assign([3.0, 4.0])
+    np.testing.assert_array_equal(variable, [3.0, 4.0])
 
 
 def test_a_wrapper_shares_the_count_of_updates():

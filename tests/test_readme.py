@@ -8,7 +8,7 @@ import numpy as np
 from backends import BACKEND
 
 import keras_mp
-from keras_mp.policies.heads import LARGE
+from keras_mp.policies.weights import LARGE
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 BACKENDS = ("jax", "tensorflow", "torch")

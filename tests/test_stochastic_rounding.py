@@ -100,18 +100,6 @@ def test_without_it_adam_does_not_train():
     assert first - last < 0.5 * (trained[0] - trained[-1])
 
 
-@pytest.mark.once
-def test_the_statistics_of_batch_normalization_want_float32():
-    averages = {}
-    for dtype in ("float32", "bfloat16"):
-        layer = layers.BatchNormalization(dtype=dtype)
-        for _ in range(600):
-            layer(np.full((4, 1), 3.0, "float32"), training=True)
-        (averages[dtype],) = values([layer.moving_mean])
-    assert abs(averages["float32"][0] - 3) < 0.01
-    assert averages["bfloat16"][0] < 2.5
-
-
 # Single updates ---------------------------------------------------------------------
 
 SHAPES = [(64, 8), (8,), ()]

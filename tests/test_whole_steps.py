@@ -20,7 +20,7 @@ if sharding() is None:
 
 from whole_steps import bfloat16_step, fused_products, whole_step, written
 
-from keras_mp.policies import heads
+from keras_mp.policies import weights
 
 HALF = {"gpu": "mixed_float16", "tpu": "mixed_bfloat16"}[platform()]
 # Peak memory, of the float32 step's, is at most this: measured, then rounded up.
@@ -127,7 +127,7 @@ def test_stochastic_rounding_costs_nothing_and_keeps_no_float32_weights():
 
 
 def test_the_gate_sees_a_head_in_float32(monkeypatch):
-    monkeypatch.setattr(heads, "LARGE", 2**40)
+    monkeypatch.setattr(weights, "LARGE", 2**40)
     step = whole_step.__wrapped__("MLP", HALF)
     # The product and the two of its gradient.
     assert len(float32_products(step)) == 3, step

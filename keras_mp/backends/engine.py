@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
+from keras_mp.keras_seams import private
+
 # What a gradient holds beside numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2
 
-HALF = ("float16", "bfloat16")
+BFLOAT16 = "bfloat16"
+HALF = ("float16", BFLOAT16)
 
 Wrapper = Callable[[Callable], Callable]
 
@@ -155,6 +158,11 @@ class Engine:
     def outside_trace(self) -> contextlib.AbstractContextManager:
         """A context in which variables get their first values, once."""
         return contextlib.nullcontext()
+
+    def set_dtype(self, variable: Any, dtype: str) -> None:
+        """Casts a variable, with its value if it has one by now."""
+        with self.outside_trace():
+            private.set_dtype(variable, dtype)
 
     def optimizer_scope(self, model: Any) -> contextlib.AbstractContextManager:
         """A context in which the variables of a model's optimizer are created."""

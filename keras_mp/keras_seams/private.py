@@ -215,6 +215,20 @@ def raw_value(variable: Any) -> Any:
     return variable._value
 
 
+def stored_dtype(variable: Any) -> str:
+    """The dtype of a variable; `dtype` is half precision within a layer's call."""
+    return variable._dtype
+
+
+def set_dtype(variable: Any, dtype: str, value: Any = None) -> None:
+    """Casts a variable, with its value unless it has none yet; or gives it this one."""
+    if value is None and variable._value is not None:
+        value = ops.cast(variable._value, dtype)
+    variable._dtype = dtype
+    if value is not None:
+        variable._initialize(value)
+
+
 @contextlib.contextmanager
 def as_dtype(variables: Iterable[Any], dtype: str) -> Iterator[None]:
     """Lets variables say meanwhile that they are of another dtype.

@@ -11,7 +11,7 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Layer.__reduce__             copies keep what was decided for each layer
     Layer.add_loss               losses are float32
     Sequential.build             the input is float32
-    Trainer.compile              scales the optimizer, keeps the outputs in float32
+    Trainer.compile              wraps the optimizer, keeps the outputs in float32
     Trainer.get_compile_config   files say which float32 layers are heads
     Trainer.compile_from_config  and it is read there
     Trainer.make_train_function  watches the train step
@@ -19,6 +19,7 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Model.export                 files for LiteRT compute in float32
     Optimizer.apply              names an optimizer that float16 layers need scaled, or
                                  that bfloat16 weights make nothing of
+    Orthogonal.__call__          computes in float32 what half precision cannot
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
     keras.config.set_dtype_policy  has the last word about it
@@ -48,8 +49,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.backends.engine import HALF
 from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
@@ -57,8 +60,8 @@ from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import stage, unscaled
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
-    scale_optimizers,
     watched_for_underflow,
+    wrap_optimizers,
 )
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies import (
@@ -120,6 +123,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("export", keras.Model, _export),
         ("apply", keras.optimizers.Optimizer, _apply),
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
+        ("__call__", keras.initializers.Orthogonal, _orthogonal),
     ]
     # `keras.ops` looks an operation up in one of the modules, and `tanh`, which is in
     # two, in that of NumPy's names.
@@ -328,7 +332,7 @@ def _compile(original: Callable) -> Callable:
             # Keras forgets it, and would wrap the optimizer of the reopened model.
             private.compile_config(self)["auto_scale_loss"] = False
         outputs.note_compiled(self)
-        scale_optimizers(self)
+        wrap_optimizers(self)
         warn_of_unreached(self)
         return result
 
@@ -353,7 +357,7 @@ def _compile_from_config(original: Callable) -> Callable:
 def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
         # Layers that a subclassed model builds at its first call are known only now.
-        scale_optimizers(self)
+        wrap_optimizers(self)
         private.record_shardings(self)
         next_calls.pop(self, None)  # Left by a `fit` that an exception has ended.
         before = self.train_function
@@ -382,7 +386,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
         built = built or all(layer.built for layer in private.layers_in(model))
         if not built and keras_own:
             engine.build(model, *args)
-            scale_optimizers(model)
+            wrap_optimizers(model)
         step = original
         scaling = loss_scaling_of(model.optimizer)
         if scaling is not None:
@@ -396,7 +400,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
                 with stage.train_step():
                     result = step(*args)
                 # What the step has built is known now, and TensorFlow traces it again.
-                scale_optimizers(model)
+                wrap_optimizers(model)
         examined = examined or warn_of_unreached(model)
         return result
 
@@ -456,6 +460,16 @@ def _scaler_init(original: Callable) -> Callable:
         unscaled.leave_alone(self.inner_optimizer)
 
     return __init__
+
+
+def _orthogonal(original: Callable) -> Callable:
+    def __call__(self: Any, shape: Any, dtype: Any = None) -> Any:
+        if dtype is None or keras.backend.standardize_dtype(dtype) not in HALF:
+            return original(self, shape, dtype)
+        # Recurrent layers begin so, and no backend decomposes matrices in half.
+        return ops.cast(original(self, shape, "float32"), dtype)
+
+    return __call__
 
 
 def _watch_skips(model: Any) -> None:

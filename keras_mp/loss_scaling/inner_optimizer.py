@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,10 @@ from keras import ops
 
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.rule import LossScaleRule
+from keras_mp.rounding.holders import wrapper_of
 from keras_mp.rounding.optimizer import parts_of
 
+_SCALER = keras.optimizers.LossScaleOptimizer
 # Arguments of every Keras optimizer, which files of older Keras versions store for the
 # wrapper too, at these values.
 _INNER_ARGUMENTS = {
@@ -26,19 +27,6 @@ _INNER_ARGUMENTS = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-# Which wrapper holds an inner optimizer. Weak on both ends.
-_holders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def hold(wrapper: Any, inner_optimizer: Any) -> None:
-    """Notes that `wrapper` holds `inner_optimizer`."""
-    _holders[inner_optimizer] = weakref.ref(wrapper)
-
-
-def wrapper_of(optimizer: Any) -> Any:
-    """The living wrapper that holds `optimizer`, if there is one."""
-    holder = _holders.get(optimizer)
-    return holder() if holder is not None else None
 
 
 def checked_inner(inner_optimizer: Any) -> Any:
@@ -48,7 +36,7 @@ def checked_inner(inner_optimizer: Any) -> Any:
         ValueError: if it is none, scales the loss itself, or is in a wrapper already.
     """
     inner = keras.optimizers.get(inner_optimizer)
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+    if isinstance(inner, _SCALER):
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself. Received: "
             f"inner_optimizer={inner_optimizer!r}. Pass the optimizer within it, or "
@@ -59,9 +47,9 @@ def checked_inner(inner_optimizer: Any) -> Any:
             "`inner_optimizer` must be a Keras optimizer, its name or its config. "
             f"Received: inner_optimizer={inner_optimizer!r}."
         )
-    if wrapper_of(inner) is not None:
+    if wrapper_of(inner, _SCALER) is not None:
         gc.collect()  # It may live on in a reference cycle though nobody refers to it.
-    if wrapper_of(inner) is not None:
+    if wrapper_of(inner, _SCALER) is not None:
         raise ValueError(
             "`inner_optimizer` must be in one wrapper only. Received: "
             f"inner_optimizer={inner!r}, which another LossScaleOptimizer holds. Use "

@@ -1,6 +1,7 @@
-"""Loss scaling of models: whether one needs it, and how it comes and goes."""
+"""The wrappers round a model's optimizers: which it needs, how they come and go."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,10 +12,11 @@ from keras_mp.backends.engine import HALF
 from keras_mp.backends.train_step import UNDERFLOW, monitored
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import summary, unscaled
-from keras_mp.loss_scaling.inner_optimizer import wrapper_of
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies import heads
 from keras_mp.policies.layers import is_graph
+from keras_mp.rounding.holders import wrapped
+from keras_mp.rounding.models import rounded, rounds_weights
 
 # The wrapper that a model had, which comes back with its float16 layers.
 _wrappers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -53,8 +55,10 @@ def losses_in_float32(losses: Any) -> Any:
     return keras.tree.map_structure(cast, losses)
 
 
-def scale_optimizers(model: Any) -> None:
-    """Wraps the model's optimizers if the model needs it and nothing scales them yet.
+def wrap_optimizers(model: Any) -> None:
+    """Wraps the model's optimizers in what the model needs and they do not do yet.
+
+    Stochastic rounding for bfloat16 weights, and round it loss scaling for float16.
 
     Beside `model.optimizer` a model with a `train_step` of its own may hold others as
     attributes, a GAN for one.
@@ -65,14 +69,19 @@ def scale_optimizers(model: Any) -> None:
         for name, value in vars(model).items()
         if isinstance(value, keras.optimizers.Optimizer) and value is not own
     }
-    scales = private.compile_config(model).get("auto_scale_loss", True)
+    config = private.compile_config(model)
+    scales = config.get("auto_scale_loss", True)
+    rounds = rounds_weights(model)
     for name, optimizer in {"optimizer": own, **others}.items():
+        if rounds:
+            _wrap(model, name, rounded)
         if scales and _needs_scaling(model, optimizer):
-            _set_optimizer(model, name, _scaled(model, optimizer))
+            _wrap(model, name, _scaled)
         elif not scales and optimizer is not None:
             unscaled.leave_alone(optimizer)
         summary.note(getattr(model, name))
-    config = private.compile_config(model)
+    if rounds:  # A file does not say whose policy has made its weights bfloat16.
+        config["optimizer"] = model.optimizer
     heads.note_compiled(
         private.layers_in(model),
         _scales(model.optimizer),
@@ -80,13 +89,16 @@ def scale_optimizers(model: Any) -> None:
     )
 
 
-def _scaled(model: Any, optimizer: Any) -> LossScaleOptimizer:
+def _wrap(model: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    optimizer = getattr(model, name)
     with engine.optimizer_scope(model):
-        # Compiled with the same optimizer again, a model keeps scale and moments.
-        scaled = wrapper_of(optimizer) or LossScaleOptimizer(optimizer)
-        if optimizer.built and not scaled.built:
-            scaled.build(private.own_trainable(optimizer))
-    return scaled
+        wrapper = wrap(optimizer)
+    if wrapper is not optimizer:
+        _set_optimizer(model, name, wrapper)
+
+
+def _scaled(optimizer: Any) -> LossScaleOptimizer:
+    return wrapped(optimizer, LossScaleOptimizer)
 
 
 def rescale_optimizer(model: Any) -> None:
@@ -104,7 +116,7 @@ def rescale_optimizer(model: Any) -> None:
         config = private.compile_config(model)
         if config["optimizer"] is optimizer:
             config["optimizer"] = optimizer.inner_optimizer
-    scale_optimizers(model)
+    wrap_optimizers(model)
     if isinstance(model.optimizer, LossScaleOptimizer):
         _wrappers.pop(model, None)
 

@@ -13,13 +13,13 @@ from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
-    hold,
     refuse_inner_arguments,
     start_averages,
 )
 from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState, check_whole_number
 from keras_mp.loss_scaling.stage import in_train_step
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp.rounding.holders import hold
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale

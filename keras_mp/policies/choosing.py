@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends.engine import BFLOAT16
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import (
     children_of,
@@ -31,13 +32,14 @@ from keras_mp.policies.layers import (
 from keras_mp.policies.policy import (
     FLOAT32,
     OPAQUE,
+    ChoosingPolicy,
     Decision,
-    MixedPolicy,
     chooser_of,
 )
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.rule import Rule
 from keras_mp.policies.rules import OUTPUT, OUTPUT_ALONE, SOFTMAX, STORED
+from keras_mp.policies.weights import bring_to, has_large
 
 # Before the path of a layer in a file's map: it is in float32 with all its parts.
 IN_FILES = "keras_mp/"
@@ -50,6 +52,12 @@ def decision_for(layer: Any) -> Decision | None:
     if decision is not None and decision.policy is policy_of(layer):
         return decision
     return None
+
+
+def chooser_for(layer: Any) -> ChoosingPolicy | None:
+    """The policy of ours that has decided for `layer`, or will; None if none does."""
+    decision = decision_for(layer)
+    return (decision and decision.chooser) or chooser_of(policy_of(layer))
 
 
 def choose_by_class(layer: Any) -> None:
@@ -128,7 +136,7 @@ def keep_output_in_float32(layer: Any) -> bool:
     if decision is None or decision.head:
         return False
     if decision.rule is SOFTMAX:
-        record_of(layer).decision = decision._replace(head=True)
+        _set(layer, decision._replace(head=True), has_large(layer))
         return True
     if decision.includes_children:
         return False
@@ -149,7 +157,7 @@ def take_output_back(layer: Any) -> bool:
     if decision is None or not decision.head or decision.chooser is None:
         return False
     if decision.rule is SOFTMAX:
-        record_of(layer).decision = decision._replace(head=False)
+        _set(layer, decision._replace(head=False))
         return True
     # From the inside: what a wrapper computes in depends on what it wraps.
     for part in reversed(private.layers_in(layer)):
@@ -160,12 +168,13 @@ def take_output_back(layer: Any) -> bool:
 
 def keep_in_float32(layer: Any, rule: Rule) -> None:
     """Turns a layer and what it holds to float32."""
-    _carry_out(layer, Decision(FLOAT32, rule))
+    _carry_out(layer, Decision(FLOAT32, rule, chooser_for(layer)))
 
 
 def _carry_out(layer: Any, decision: Decision) -> None:
     before = policy_of(layer)
-    _set(layer, decision)
+    large = decision.head and has_large(layer)
+    _set(layer, decision, large)
     if not (decision.includes_children or isinstance(layer, OPAQUE)):
         return
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
@@ -177,10 +186,10 @@ def _carry_out(layer: Any, decision: Decision) -> None:
             or decision_for(child)
             or has_default_policy(child, copies_children(layer))
         ):
-            _set(child, decision)
+            _set(child, decision, large)
 
 
-def _pass_on(layer: Any, chooser: MixedPolicy, copied: bool = False) -> None:
+def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
     """Gives the policy of a layer to the layers that it holds, which Keras does not."""
     if chooser is keras.config.dtype_policy():
         return  # They have it.
@@ -191,6 +200,11 @@ def _pass_on(layer: Any, chooser: MixedPolicy, copied: bool = False) -> None:
             _pass_on(child, chooser, copied)
 
 
-def _set(layer: Any, decision: Decision) -> None:
+def _set(layer: Any, decision: Decision, large: bool = False) -> None:
+    """Gives a layer what was decided for it; `large`: as a head with large kernels."""
     layer.dtype_policy = decision.policy
     record_of(layer).decision = decision
+    chooser = decision.chooser or chooser_of(decision.policy)
+    if chooser is not None and chooser.variable_dtype == BFLOAT16:
+        dtype = decision.policy.variable_dtype
+        bring_to(dtype, layer, large=BFLOAT16 if large else dtype)

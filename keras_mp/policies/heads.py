@@ -6,26 +6,21 @@ NVIDIA's GPUs float32 products are TF32 anyway, with the 10 bits of float16, and
 passes in bfloat16.
 """
 
-import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_mp.backends import engine
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.engine import BFLOAT16, HALF
 from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, Decision
 from keras_mp.policies.record import record_of, records
+from keras_mp.policies.weights import bring_to, has_bfloat16, has_large
 
-# Elements of the kernel. With 2**18 a step gains 0 to 2 % on an H100, with 2**20 2 to
-# 8 %, with 2**24 16 %: four Dense of one width, batches of 512 and 4096, compiled and
-# read as flops and bytes.
-LARGE = 2**18
 # The metrics, as `compile` takes them, that read which logit is the largest alone.
 _OF_CLASSES = (
     "accuracy",
@@ -38,6 +33,7 @@ _OF_CLASSES = (
     keras.metrics.CategoricalAccuracy,
 )
 IN_FILES = "keras_mp_heads"
+IN_BFLOAT16 = "keras_mp_bfloat16_heads"  # Those of them with such a kernel.
 
 
 def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
@@ -53,12 +49,9 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
     gradient = dtype if keeps_range else "float32"
     tied = any(getattr(x, "tie_weights", False) for x in private.layers_in(layer))
-    # Keras autocasts an embedding within a float32 layer that does not autocast.
-    weights = contextlib.nullcontext()
-    if not layer.autocast:
-        weights = private.AutocastScope(None)
     how = HalfOperands(dtype, gradient, tied, *reading_of_logits(layer))
-    with half_operands(how), weights:
+    # Keras autocasts an embedding within a float32 layer that does not autocast.
+    with half_operands(how), private.AutocastScope(None):
         outputs = original()
     engine.note_logits(outputs)
     return outputs
@@ -78,7 +71,7 @@ def reading_of_logits(layer: Any) -> tuple[str, bool]:
 def half_products(layer: Any, inputs: Any) -> str | None:
     """The dtype of the operands of a layer's products; None for its own."""
     decision = decision_for(layer)
-    if decision is None or not decision.head or not is_large(layer):
+    if decision is None or not decision.head or not has_large(layer):
         return None
     dtypes = {
         keras.backend.standardize_dtype(x.dtype)
@@ -88,41 +81,36 @@ def half_products(layer: Any, inputs: Any) -> str | None:
     return next((dtype for dtype in HALF if dtype in dtypes), None)
 
 
-def is_large(layer: Any) -> bool:
-    """Has the layer a large kernel, by which it multiplies once in a call?"""
-    recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
-    return not recurrent and any(
-        math.prod(weight.shape) >= LARGE
-        for part in private.layers_in(layer)
-        for weight in private.own_trainable(part)
-    )
-
-
 def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A compile config for a file, with the places of the large heads in the model.
 
     Layers are stored with a stock float32 policy, whoever chose it. Keras does not look
     here: it passes over what else stands beside the config of an object.
     """
-    places = [
-        place
+    heads = {
+        place: layer
         for place, layer in enumerate(private.layers_in(model))
-        if (decision := decision_for(layer)) and decision.head and is_large(layer)
-    ]
-    if places and isinstance(config.get("optimizer"), dict):
-        config["optimizer"][IN_FILES] = places
+        if (decision := decision_for(layer)) and decision.head and has_large(layer)
+    }
+    if heads and isinstance(config.get("optimizer"), dict):
+        config["optimizer"][IN_FILES] = list(heads)
+        half = [place for place, layer in heads.items() if has_bfloat16(layer.weights)]
+        if half:
+            config["optimizer"][IN_BFLOAT16] = half
     return config
 
 
 def find_heads(model: Any, config: dict[str, Any]) -> None:
     """Makes heads of the layers that were heads when the model was saved."""
     optimizer = config.get("optimizer")
-    places = optimizer.get(IN_FILES, []) if isinstance(optimizer, dict) else []
-    layers = private.layers_in(model)
-    for layer in [layers[place] for place in places if place < len(layers)]:
-        if policy_of(layer) == FLOAT32:
+    stored = optimizer if isinstance(optimizer, dict) else {}
+    for place, layer in enumerate(private.layers_in(model)):
+        if place in stored.get(IN_FILES, []) and policy_of(layer) == FLOAT32:
             decision = Decision(policy_of(layer), output_rule(layer), head=True)
             record_of(layer).decision = decision
+            if place in stored.get(IN_BFLOAT16, []):
+                for part in private.layers_in(layer):
+                    bring_to("float32", part, large=BFLOAT16)
 
 
 def note_compiled(layers: list[Any], scaled: bool, metrics: Any) -> None:

@@ -1,11 +1,11 @@
-"""The policies: `MixedFloat16`, `MixedBFloat16`, and what they decide for a layer."""
+"""The policies of ours, and what they decide for a layer."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
 
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.engine import BFLOAT16, HALF
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.layers import (
     copies_children,
@@ -14,7 +14,7 @@ from keras_mp.policies.layers import (
     policy_of,
 )
 from keras_mp.policies.rule import Rule, RuleTable, user_rule
-from keras_mp.policies.rules import WRAPPED, rules_with
+from keras_mp.policies.rules import BATCH_STATISTICS, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy as it stands.
@@ -29,13 +29,15 @@ class _ChosenName(str):
     for which Keras makes a new policy of the name alone. In files it is a plain name.
     """
 
-    chooser: "MixedPolicy"
+    chooser: "ChoosingPolicy"
 
 
-class MixedPolicy(keras.DTypePolicy):
-    """A mixed policy that keeps in float32 what the rules say; see the subclasses."""
+class ChoosingPolicy(keras.DTypePolicy):
+    """A policy that keeps in float32 what the rules say; see the subclasses."""
 
     _policy_name: str
+    # Beside the rules of all policies.
+    _own_rules: tuple[Rule, ...] = ()
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class MixedPolicy(keras.DTypePolicy):
     @property
     def rules(self) -> RuleTable:
         """What stays in float32 under this policy, and why; prints as a table."""
-        return rules_with(self._users_rules)
+        return rules_with(self._users_rules, self._own_rules)
 
     def for_layer(self, layer: Any) -> keras.DTypePolicy:
         """Returns the stock Keras policy that `layer` computes under."""
@@ -81,7 +83,7 @@ class MixedPolicy(keras.DTypePolicy):
         if rule is not None:
             return Decision(keras.DTypePolicy("float32"), rule, self)
         if isinstance(layer, OPAQUE):
-            return Decision(keras.DTypePolicy(self._policy_name), None)
+            return Decision(keras.DTypePolicy(self._policy_name), None, self)
         return Decision(keras.DTypePolicy(self.name), None)
 
     def _rule_for(self, layer: Any, copied: bool = False) -> Rule | None:
@@ -129,7 +131,7 @@ class MixedPolicy(keras.DTypePolicy):
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
-class MixedFloat16(MixedPolicy):
+class MixedFloat16(ChoosingPolicy):
     """Computes in float16 and keeps variables, softmax and `float32` in float32.
 
     Usable as the global policy and as any layer's `dtype=`. A layer of a model saved
@@ -158,7 +160,7 @@ class MixedFloat16(MixedPolicy):
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
-class MixedBFloat16(MixedPolicy):
+class MixedBFloat16(ChoosingPolicy):
     """Computes in bfloat16 and keeps variables, softmax and `float32` in float32.
 
     Arguments and errors as in `MixedFloat16`. bfloat16 has float32's range and needs no
@@ -168,19 +170,36 @@ class MixedBFloat16(MixedPolicy):
     _policy_name = "mixed_bfloat16"
 
 
+@keras.saving.register_keras_serializable(package="keras_mp")
+class BFloat16(ChoosingPolicy):
+    """Keeps weights in bfloat16 and computes in it: half of float32's memory.
+
+    Arguments and errors as in `MixedFloat16`. What stays in float32 has float32 weights
+    too: what the rules say, BatchNormalization and small output layers. A large output
+    layer has its weights in bfloat16; its product, its bias and what it returns are
+    float32.
+
+    `compile` puts the optimizer into a `StochasticRoundingOptimizer`: by itself Adam
+    does not move bfloat16 weights. In a loop of your own, create one.
+    """
+
+    _policy_name = BFLOAT16
+    _own_rules = (BATCH_STATISTICS,)
+
+
 class Decision(NamedTuple):
     """What was decided for a layer.
 
     Attributes:
         policy: the stock policy.
         rule: why it is float32; None for half precision.
-        chooser: the policy of ours that decided by a rule.
+        chooser: the policy of ours that decided, if `policy` does not name it.
         head: whether a loss reads what the layer returns; see `heads`.
     """
 
     policy: keras.DTypePolicy
     rule: Rule | None
-    chooser: MixedPolicy | None = None
+    chooser: ChoosingPolicy | None = None
     head: bool = False
 
     @property
@@ -193,9 +212,9 @@ def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
     """Returns the policy object for a name.
 
     Args:
-        name: "mixed_float16" and "mixed_bfloat16" give `MixedFloat16` and
-            `MixedBFloat16`, "auto" the recommended one; "float32" and the other names
-            of float dtypes, and policy objects, what they are in Keras.
+        name: "mixed_float16", "mixed_bfloat16" and "bfloat16" give `MixedFloat16`,
+            `MixedBFloat16` and `BFloat16`, "auto" the recommended one; "float32" and
+            the other names of float dtypes, and policy objects, what they are in Keras.
 
     Raises:
         ValueError: for a name that is no policy.
@@ -204,7 +223,7 @@ def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
         return name
     if name == "auto":
         name = recommended_policy().name
-    for policy in (MixedFloat16, MixedBFloat16):
+    for policy in (MixedFloat16, MixedBFloat16, BFloat16):
         if name == policy._policy_name:
             return policy()
     # Names of integer dtypes are policies to Keras, but nothing trains in them.
@@ -215,9 +234,9 @@ def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
             pass  # Said below, with the names that are known.
     meant = _SHORT_NAMES.get(name) if isinstance(name, str) else None
     raise ValueError(
-        "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'auto', the "
-        f"name of a float dtype, or a DTypePolicy. Received: policy={name!r}."
-        + (f" Did you mean {meant!r}?" if meant else "")
+        "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'bfloat16', "
+        "'auto', the name of a float dtype, or a DTypePolicy. Received: "
+        f"policy={name!r}." + (f" Did you mean {meant!r}?" if meant else "")
     )
 
 
@@ -230,11 +249,12 @@ _SHORT_NAMES = {
 }
 
 
-def chooser_of(policy: Any) -> MixedPolicy | None:
+def chooser_of(policy: Any) -> ChoosingPolicy | None:
     """The policy of ours that `policy` is, or that chose it; None if the user did."""
     return getattr(getattr(policy, "name", None), "chooser", None)
 
 
 def is_half(policy: Any) -> bool:
-    """Does a policy compute in half precision with its variables in float32?"""
-    return policy.variable_dtype == "float32" and policy.compute_dtype in HALF
+    """Does a policy compute in half precision, and is it mixed or of ours?"""
+    is_mixed = policy.variable_dtype == "float32"
+    return policy.compute_dtype in HALF and (is_mixed or chooser_of(policy) is not None)

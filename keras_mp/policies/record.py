@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_mp.backends import engine
 from keras_mp.keras_seams import private
 
 # What a change of precision, or a call under another one, changes of a layer itself.
@@ -79,14 +80,17 @@ class Precision:
 
     def __init__(self, layers: Iterable[Any]) -> None:
         self._before = []
+        self._dtypes = []
         for layer in layers:
+            weights = *private.own_trainable(layer), *private.own_non_trainable(layer)
+            self._dtypes += [(v, private.stored_dtype(v)) for v in weights]
             own = {name: vars(layer)[name] for name in _OWN if name in vars(layer)}
             record = record_of(layer)
             values = {name: getattr(record, name) for name in _REMEMBERED}
             self._before.append((layer, own, values))
 
     def put_back(self) -> None:
-        """Gives each layer the policy that it had, with what was remembered."""
+        """Gives each layer the policy that it had, its weights, what was remembered."""
         for layer, own, values in self._before:
             for name in _OWN:
                 vars(layer).pop(name, None)
@@ -94,3 +98,6 @@ class Precision:
             record = record_of(layer)
             for name, value in values.items():
                 setattr(record, name, value)
+        for variable, dtype in self._dtypes:
+            if private.stored_dtype(variable) != dtype:
+                engine.set_dtype(variable, dtype)

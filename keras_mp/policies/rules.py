@@ -108,6 +108,13 @@ MIXES_DTYPES = Rule(
     "its call in half precision fails for its dtypes",
     "keras_mp/policies/mixed_dtypes.py",
 )
+# Of the policies under which weights are bfloat16.
+BATCH_STATISTICS = Rule(
+    "BatchNormalization",
+    (layers.BatchNormalization,),
+    "its moving averages stall in bfloat16: a mean of 3 stays at 2.23",
+    "tests/test_bfloat16.py",
+)
 RULES = RuleTable(
     (
         SOFTMAX,
@@ -270,6 +277,6 @@ def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
     return layer_class
 
 
-def rules_with(users: tuple[Rule, ...]) -> RuleTable:
-    """All rules: the user's first, then those of `keep_float32`, then ours."""
-    return RuleTable((*users, *_kept.values(), *RULES))
+def rules_with(users: tuple[Rule, ...], of_policy: tuple[Rule, ...]) -> RuleTable:
+    """All rules: the user's, then those of `keep_float32`, of one policy, of all."""
+    return RuleTable((*users, *_kept.values(), *of_policy, *RULES))

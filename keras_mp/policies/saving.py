@@ -16,7 +16,7 @@ import keras
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, layer_path, policy_of
-from keras_mp.policies.policy import Decision, MixedPolicy, chooser_of
+from keras_mp.policies.policy import ChoosingPolicy, Decision, chooser_of
 from keras_mp.policies.record import record_of
 
 
@@ -26,7 +26,7 @@ def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
     A layer that was never called still has a policy of ours, and so may a map.
     """
     policy: Any = getattr(layer, "dtype_policy", None)
-    if isinstance(policy, MixedPolicy):
+    if isinstance(policy, ChoosingPolicy):
         return policy.for_layer(layer)
     if has_map(layer):
         if layer.path and not children_of(layer):
@@ -39,7 +39,7 @@ def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
 
 
 def _stock(policy: Any) -> Any:
-    ours = isinstance(policy, MixedPolicy)
+    ours = isinstance(policy, ChoosingPolicy)
     return keras.DTypePolicy(policy.name) if ours else policy
 
 

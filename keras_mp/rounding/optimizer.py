@@ -10,8 +10,10 @@ import keras
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.backends.engine import BFLOAT16
 from keras_mp.keras_seams import private
-from keras_mp.rounding.scope import BFLOAT16, RoundingScope
+from keras_mp.rounding.holders import hold
+from keras_mp.rounding.scope import RoundingScope
 
 _SLOT_DTYPES = (None, BFLOAT16)
 _BUILDING = threading.RLock()
@@ -71,6 +73,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner
         self.slot_dtype = slot_dtype
         private.share_steps(self, inner)
+        hold(self, inner)
         with keras.name_scope(self.name):
             self._seed = keras.Variable(
                 seed,
@@ -145,6 +148,16 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
     def iterations(self) -> Any:
         """That of the inner optimizer."""
         return self.inner_optimizer.iterations
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """That of the inner optimizer, which divides by it."""
+        return self.inner_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if hasattr(self, "inner_optimizer"):  # Not while Keras makes its own.
+            self.inner_optimizer.loss_scale_factor = factor
 
     @property
     def optimizers(self) -> list[Any]:

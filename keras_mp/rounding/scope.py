@@ -6,9 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.backends.engine import BFLOAT16
 from keras_mp.keras_seams import private
-
-BFLOAT16 = "bfloat16"
 
 
 class RoundingScope(keras.StatelessScope):

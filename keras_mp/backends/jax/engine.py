@@ -78,6 +78,9 @@ class JaxEngine(Engine):
     measure_memory = staticmethod(devices.measure_memory)
     why_no_memory = "JAX has compiled no `train_step`, whose memory it would know"
 
+    def outside_trace(self) -> contextlib.AbstractContextManager:
+        return jax.ensure_compile_time_eval()
+
     def refuse_baking(self, what: str, remedy: str) -> None:
         if private.get_stateless_scope() is None and compilation.is_tracing():
             raise ValueError(

@@ -64,6 +64,13 @@ class TorchEngine(Engine):
         with torch.no_grad(), own_methods.plain_updates(optimizers):
             yield
 
+    def set_dtype(self, variable: Any, dtype: str) -> None:
+        # In place: torch's modules and optimizers know the very parameter.
+        parameter = private.raw_value(variable)
+        if parameter is not None:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        private.set_dtype(variable, dtype, parameter)
+
     def agreed(self, value: torch.Tensor) -> torch.Tensor:
         if distributed.is_available() and distributed.is_initialized():
             value = value.clone()

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_mp.errors import BreakpointError
-from keras_mp.loss_scaling.models import scale_optimizers
+from keras_mp.loss_scaling.models import wrap_optimizers
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 
 MODEL = "model.keras"
@@ -89,5 +89,5 @@ def _built(model: Any, data: Any) -> Any:
         )
     if not model.built:
         model(data)
-    scale_optimizers(model)  # Its layers are known only now.
+    wrap_optimizers(model)  # Its layers are known only now.
     return model

@@ -20,7 +20,7 @@ from keras_mp.display.progress_bar import check_verbose, progress_bar
 from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.rule import check_whole_number
 from keras_mp.policies.hardware import recommended_policy
-from keras_mp.policies.policy import MixedPolicy, Policy
+from keras_mp.policies.policy import ChoosingPolicy, Policy
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -119,7 +119,7 @@ def compare(
     notes = [
         f"{label} is {policy!r}."
         for label, policy in chosen.items()
-        if isinstance(policy, MixedPolicy) and policy.float32
+        if isinstance(policy, ChoosingPolicy) and policy.float32
     ]
     kinds = {device.kind for device in recommended_policy().devices}
     if kinds == {"cpu"} and any(t.seconds_per_step for t in trainings):
@@ -151,7 +151,8 @@ def _labelled(policies: Any) -> dict[str, Any]:
     if len(found) < 2:
         raise ValueError(
             "`policies` must be two or more of 'float32', 'mixed_float16', "
-            "'mixed_bfloat16', 'auto', names of float dtypes and DTypePolicy objects. "
+            "'mixed_bfloat16', 'bfloat16', 'auto', names of float dtypes and "
+            "DTypePolicy objects. "
             f"Received: policies={policies!r}."
         )
     return found

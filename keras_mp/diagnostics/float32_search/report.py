@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_mp.diagnostics.float32_search.agreement import ANY, Error
 from keras_mp.display.tables import Table
-from keras_mp.policies.policy import MixedBFloat16, MixedFloat16, MixedPolicy
+from keras_mp.policies.policy import ChoosingPolicy, MixedBFloat16, MixedFloat16
 
 _POLICIES = {"mixed_float16": MixedFloat16, "mixed_bfloat16": MixedBFloat16}
 
@@ -61,7 +61,7 @@ class Float32Layers:
         return self.after.agrees
 
     @property
-    def float32_policy(self) -> MixedPolicy:
+    def float32_policy(self) -> ChoosingPolicy:
         """The policy that keeps them in float32."""
         return _POLICIES[self.policy](float32=[re.escape(p) for p in self.paths])
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_mp.backends import engine
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.engine import BFLOAT16, HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.heads import half_products
@@ -36,7 +36,8 @@ class LayerFacts:
             results are float32; None where they are of its compute dtype.
         compute_dtype: what it computes in; None for a Sequential or Functional model
             within the model, which leaves that to its layers.
-        variable_dtype: the dtype of its weights; None as above.
+        variable_dtype: the dtype of its weights, two joined by ", " where it is a
+            large head with a bfloat16 kernel; None as above.
         output_dtype: the dtype of its output in the graph, several joined by ", ".
         decided_by: what decided its policy, such as the name of a rule.
         weight_bytes_float32: its own weights, in float32.
@@ -92,7 +93,8 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
         weights = [(v.shape, v.dtype) for v in variables]
         copied = [(v.shape, v.dtype) for v in variables if _is_copied(v, layer)]
         if products:
-            copied = [(v.shape, v.dtype) for v in variables if len(v.shape) > 1]
+            full = [v for v in variables if v.dtype == "float32"]
+            copied = [(v.shape, v.dtype) for v in full if len(v.shape) > 1]
     if outputs and not graph:  # Those of a graph are counted at its layers.
         counted = [(t.shape[1:], t.dtype) for t in outputs]  # For one example.
     return LayerFacts(
@@ -100,7 +102,7 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
         class_name=type(layer).__name__,
         products=products,
         compute_dtype=None if graph else policy.compute_dtype,
-        variable_dtype=None if graph else policy.variable_dtype,
+        variable_dtype=None if graph else _variable_dtype(policy, variables),
         output_dtype=", ".join(dtypes) or None,
         decided_by="its layers" if graph else _decided_by(layer, parent, products),
         weight_bytes_float32=_total(weights, "float32"),
@@ -109,6 +111,12 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
         output_bytes_float32=_total(counted, "float32"),
         output_bytes=_total(counted),
     )
+
+
+def _variable_dtype(policy: Any, variables: list[Any]) -> str:
+    own = str(policy.variable_dtype)
+    dtypes = {own, *(v.dtype for v in variables if v.dtype == BFLOAT16)}
+    return ", ".join(sorted(dtypes))
 
 
 def _decided_by(layer: Any, parent: Any, products: str | None) -> str:

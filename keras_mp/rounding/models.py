@@ -1,0 +1,51 @@
+"""Stochastic rounding of models: which optimizers need it."""
+
+from typing import Any
+
+import keras
+
+from keras_mp.backends.engine import BFLOAT16
+from keras_mp.keras_seams import private
+from keras_mp.policies.choosing import chooser_for
+from keras_mp.policies.layers import is_graph
+from keras_mp.policies.weights import has_bfloat16
+from keras_mp.rounding.holders import hold, wrapped
+from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
+
+
+def rounds_weights(model: Any) -> bool:
+    """Has a policy of ours made a trainable weight of the model bfloat16?
+
+    Of a layer that is not built: will it? Under a policy of Keras' own nobody asked.
+    """
+    return any(
+        _has_bfloat16_weights(layer)
+        for layer in private.layers_in(model)
+        if not (is_graph(layer) or isinstance(layer, keras.layers.InputLayer))
+    )
+
+
+def _has_bfloat16_weights(layer: Any) -> bool:
+    chooser = chooser_for(layer)
+    if chooser is None or chooser.variable_dtype != BFLOAT16:
+        return False
+    if not layer.built:
+        return bool(layer.variable_dtype == BFLOAT16)
+    # Those of the parts of an attention layer are under a stock policy.
+    return has_bfloat16(layer.trainable_variables)
+
+
+def rounded(optimizer: Any) -> Any:
+    """The optimizer in a wrapper that rounds; one that scales the loss stays outside.
+
+    What is no optimizer, or rounds by now, stays as it is.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = optimizer.inner_optimizer
+        if not isinstance(inner, StochasticRoundingOptimizer):
+            optimizer.inner_optimizer = wrapped(inner, StochasticRoundingOptimizer)
+            hold(optimizer, optimizer.inner_optimizer)
+        return optimizer
+    if isinstance(optimizer, StochasticRoundingOptimizer | None):
+        return optimizer
+    return wrapped(optimizer, StochasticRoundingOptimizer)
