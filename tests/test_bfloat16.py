@@ -76,6 +76,7 @@ def is_rounding(optimizer):
 # What is in which dtype -------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_the_name_gives_the_policy():
     assert keras_mp.global_policy() == BFloat16()
     assert isinstance(keras_mp.Policy("bfloat16"), BFloat16)
@@ -84,9 +85,15 @@ def test_the_name_gives_the_policy():
     assert dtypes == ("bfloat16", "bfloat16") and BFloat16().name == "bfloat16"
 
 
-@pytest.mark.parametrize("build", [classifier, subclassed])
-@pytest.mark.parametrize("activation", [None, "softmax"])
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("build", "activation", "large"),
+    [
+        (classifier, None, True),
+        (classifier, "softmax", False),
+        (subclassed, None, False),
+        (subclassed, "softmax", True),
+    ],
+)
 def test_weights_are_bfloat16_but_for_small_heads_and_rules(build, activation, large):
     model = build(MANY if large else 4, activation)
     compiled(model, from_logits=activation is None)
@@ -132,6 +139,52 @@ def test_a_head_in_the_middle_of_another_model_has_bfloat16_weights_again():
     assert inner.layers[-1].dtype_policy.name == "bfloat16"
 
 
+def test_logits_of_tied_weights_are_float32():
+    ids = keras.Input((3,), dtype="int32")
+    table = layers.ReversibleEmbedding(MANY, WIDTH)
+    hidden = layers.Dense(WIDTH, activation="relu")(table(ids))
+    model = compiled(keras.Model(ids, table(hidden, reverse=True)))
+    body = keras.Model(ids, hidden)
+    assert dtypes_of(table) == {"embeddings": "bfloat16"}
+    x = np.array([[1, 2, 3]])
+    rows, kernel = (
+        keras.ops.convert_to_numpy(keras.ops.cast(v, "float32"))
+        for v in (body(x), table.embeddings)
+    )
+    expected = rows.astype("float64") @ kernel.T.astype("float64")
+    found = keras.ops.convert_to_numpy(model(x))
+    assert found.dtype == "float32"
+    # Rounded to bfloat16 they would be 2e-3 off.
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < 1e-5
+
+
+HEADS = {
+    "Dense": lambda: layers.Dense(MANY),
+    "convolution": lambda: layers.Conv2D(MANY // 4, 2),
+    "convolution in groups": lambda: layers.Conv2D(MANY, 2, groups=4),
+    "transposed convolution": lambda: layers.Conv2DTranspose(MANY, 1),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("fed_in", ["bfloat16", "float32"])
+def test_large_heads_of_any_kind_train_whatever_feeds_them(name, fed_in):
+    inputs = keras.Input((3, 3, 8))
+    hidden = layers.Conv2D(WIDTH, 1, activation="relu")(inputs)
+    if fed_in == "float32":
+        hidden = layers.BatchNormalization()(hidden)
+    head = HEADS[name]()
+    model = keras.Model(inputs, head(hidden))
+    model.compile("sgd", "mse")
+    assert dtypes_of(head) == {"kernel": "bfloat16", "bias": "float32"}
+    x = GENERATOR.standard_normal((4, 3, 3, 8))
+    y = GENERATOR.standard_normal((4, *model.output.shape[1:]))
+    losses = model.fit(x, y, epochs=3, verbose=0).history["loss"]
+    assert losses[2] < losses[1] < losses[0]
+    assert model.predict(x, verbose=0).dtype == "float32"
+
+
 @pytest.mark.parametrize("cell", [layers.LSTM, layers.GRU, layers.SimpleRNN])
 def test_recurrent_layers_begin_orthogonal(cell):
     layer = cell(8)
@@ -174,16 +227,14 @@ def test_it_trains_as_in_float32(build):
     model = build()
     model(X)
     model.set_weights(full.get_weights())
-    expected = trained(compiled(full), epochs=5)
-    found = trained(compiled(model), epochs=5)
+    expected = trained(compiled(full), epochs=3)
+    found = trained(compiled(model), epochs=3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
-    assert found[-1] < 0.5 * found[0]
+    assert found[-1] < 0.7 * found[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam", "Nadam", "SGD", "Lamb", "Adafactor", "LossScaleOptimizer"]
-)
-def test_compile_wraps_every_optimizer(name):
+@pytest.mark.parametrize("name", ["Nadam", "LossScaleOptimizer"])
+def test_compile_wraps_an_optimizer_and_what_scales_stays_outside(name):
     inner = optimizers.Adam() if name == "LossScaleOptimizer" else None
     kind = getattr(keras_mp if inner else optimizers, name)
     model = compiled(subclassed(), kind(inner) if inner else kind())
@@ -196,6 +247,7 @@ def test_compile_wraps_every_optimizer(name):
     assert last < first and np.isfinite(last)
 
 
+@pytest.mark.once
 def test_it_is_wrapped_once_and_keeps_what_it_has_learned():
     adam = optimizers.Adam()
     model = compiled(classifier(), adam)
@@ -206,6 +258,7 @@ def test_it_is_wrapped_once_and_keeps_what_it_has_learned():
     assert int(adam.iterations) == 8
 
 
+@pytest.mark.once
 def test_other_optimizers_that_a_model_holds_are_wrapped_too():
     model = subclassed()
     model.second = optimizers.Adam()
@@ -258,6 +311,7 @@ def test_a_fixed_loss_scale_is_divided_out_again():
 # Models that exist already ----------------------------------------------------------
 
 
+@pytest.mark.once
 def test_convert_to_it_names_the_remedy_and_changes_nothing():
     with keras_mp.policy_scope("float32"):
         model = compiled(classifier())
@@ -268,6 +322,7 @@ def test_convert_to_it_names_the_remedy_and_changes_nothing():
     assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_convert_from_it_raises_too(policy):
     model = compiled(classifier(MANY))
@@ -277,6 +332,7 @@ def test_convert_from_it_raises_too(policy):
         keras_mp.convert(model.layers[-1], policy)
 
 
+@pytest.mark.once
 def test_convert_of_a_model_under_it_does_nothing_and_of_one_not_built_works():
     model = compiled(classifier())
     before = [private.stored_dtype(v) for v in model.variables]
@@ -295,9 +351,8 @@ def test_convert_of_a_model_under_it_does_nothing_and_of_one_not_built_works():
 # Files ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("classes", [4, MANY])
-def test_a_file_opens_here_and_trains_on(tmp_path, classes):
-    model = compiled(classifier(classes))
+def test_a_file_opens_here_and_trains_on(tmp_path):
+    model = compiled(classifier(MANY))
     trained(model)
     model.save(tmp_path / "model.keras")
     for opened in (
@@ -315,6 +370,7 @@ def test_a_file_opens_here_and_trains_on(tmp_path, classes):
         assert (a == b).all()
 
 
+@pytest.mark.once
 def test_plain_keras_opens_it_with_bfloat16_weights(tmp_path):
     model = compiled(classifier(MANY))
     trained(model)
@@ -342,3 +398,56 @@ def test_weights_in_float32_load_under_it(tmp_path):
     assert dtypes_of(under.layers[0])["kernel"] == "bfloat16"
     found = under.predict(X, verbose=0)
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
+# What looks at models ---------------------------------------------------------------
+
+
+def convolutional():
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 3)),
+            layers.Conv2D(8, 3, activation="relu", name="convolution"),
+            layers.BatchNormalization(name="batch"),
+            layers.Flatten(),
+            layers.Dense(WIDTH, activation="relu", name="hidden"),
+            layers.Dense(MANY, name="head"),
+        ]
+    )
+    return compiled(model), GENERATOR.standard_normal((8, 6, 6, 3)), np.arange(8)
+
+
+def test_diagnose_and_find_float32_layers_know_it():
+    model, x, y = convolutional()
+    found = keras_mp.find_float32_layers(model, x, y, verbose=0)
+    assert found.policy == "bfloat16" and found.agrees
+    assert found.float32_policy == BFloat16()
+    assert "bfloat16" in str(keras_mp.diagnose(model, x, y)).split("\n")[0]
+    assert dtypes_of(model.layers[0]) == {"kernel": "bfloat16", "bias": "bfloat16"}
+
+
+@pytest.mark.once
+def test_inspect_says_what_is_in_which_dtype():
+    model, *_ = convolutional()
+    layers_of = keras_mp.inspect(model).layers
+    rows = {row.path.split("/")[-1]: row for row in layers_of}
+    dtypes = {path: row.variable_dtype for path, row in rows.items()}
+    assert dtypes["convolution"] == "bfloat16" and dtypes["batch"] == "float32"
+    head = rows["head"]
+    assert head.variable_dtype == "bfloat16, float32"
+    assert head.weight_bytes == 2 * WIDTH * MANY + 4 * MANY
+    assert rows["batch"].decided_by == "BatchNormalization"
+    assert not head.half_copy_bytes
+
+
+@pytest.mark.once
+def test_compare_trains_under_it():
+    def build():
+        return compiled(classifier())
+
+    policies = ("float32", "bfloat16", "mixed_bfloat16")
+    data = (X, Y), (X, Y)
+    found = keras_mp.compare(build, *data, policies=policies, seeds=1, verbose=0)
+    assert found.policies == policies
+    losses = [found.values(policy, "loss")[0] for policy in policies]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)

@@ -14,7 +14,11 @@ from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.policies.weights import LARGE
 
 BACKEND = keras.backend.backend()
-POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+POLICIES = {
+    "mixed_float16": "float16",
+    "mixed_bfloat16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
 if BACKEND == "torch":
     # Of the other Keras computes the body in float32 on CPUs: see test_heads_torch.py.
     del POLICIES["mixed_float16"]
@@ -153,6 +157,8 @@ def compiled(model, **options):
 @pytest.mark.parametrize("name", HEADS)
 def test_every_product_has_half_operands_and_the_head_float32_results(name, half):
     make, wide = HEADS[name]
+    if name == "tied weights" and keras_mp.global_policy().name == "bfloat16":
+        wide = 1  # Of bfloat16 weights each gradient is bfloat16.
     model = compiled(make())
     products = products_of(model, *data_for(model))
     assert set(products) == {half, f"{half} -> float32"}
@@ -284,7 +290,9 @@ def test_of_a_head_made_of_layers_the_last_product_is_the_heads(half):
     embedding = layers.ReversibleEmbedding(CLASSES, WIDTH)
     model = compiled(keras.Model(ids, MaskedHead(embedding)(embedding(ids))))
     products = products_of(model, *data_for(model))
-    assert products == {half: 4, f"{half} -> float32": 2}
+    # The gradient by a table that is used twice is float32, unless the table is half.
+    wide = 1 if keras_mp.global_policy().variable_dtype == half else 2
+    assert products == {half: 6 - wide, f"{half} -> float32": wide}
     head = model.layers[-1]
     assert (head.compute_dtype, head.dense.compute_dtype) == ("float32", half)
 
@@ -426,5 +434,7 @@ def test_copies_and_conversions_compute_what_the_model_did(half):
     copied.optimizer.build(copied.trainable_variables)
     assert products_of(copied, *batch) == products
     policy = keras_mp.global_policy()
+    if policy.variable_dtype == "bfloat16":
+        return  # Nothing converts it.
     assert set(products_of(keras_mp.convert(model, "float32"), *batch)) == {"float32"}
     assert products_of(keras_mp.convert(model, policy), *batch) == products

@@ -537,6 +537,29 @@ def test_a_variable_becomes_one_of_another_dtype(deferred, set_dtype):
     np.testing.assert_array_equal(variable, [3.0, 4.0])
 
 
+def test_the_innermost_layer_in_a_call_is_known():
+    seen = []
+
+    class Inner(layers.Layer):
+        def call(self, x):
+            seen.append(private.layer_in_call())
+            return x
+
+    class Outer(Inner):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def call(self, x):
+            return super().call(self.inner(x))
+
+    outer = Outer()
+    for _ in range(2):
+        outer(X)
+        assert (seen.pop(0), seen.pop(0)) == (outer.inner, outer)
+    assert private.layer_in_call() is None
+
+
 def test_a_wrapper_shares_the_count_of_updates():
     wrapper, inner = keras.optimizers.SGD(), keras.optimizers.SGD()
     private.share_steps(wrapper, inner)

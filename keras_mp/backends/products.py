@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.engine import HALF, Wrapper
+from keras_mp.keras_seams import private
 
 
 class HalfOperands(NamedTuple):
@@ -124,22 +125,39 @@ def _wrapper(
         @functools.wraps(original)
         def operation(*args: Any, **kwargs: Any) -> Any:
             operands = getattr(_thread, "operands", None)
-            if operands is None or not possible():
+            if operands is None or not _are_of_head(args, operands):
                 return original(*args, **kwargs)
-            prepared = prepare(*args, **kwargs)
+            prepared = prepare(*args, **kwargs) if possible() else None
             if prepared is None:
-                return original(*args, **kwargs)
+                return original(*map(_in_float32, args), **kwargs)
             *pair, run = prepared
             a, b = map(ops.convert_to_tensor, pair)
-            # What does not autocast, such as ReversibleEmbedding, has one that is half.
-            if {_dtype(a), _dtype(b)} in ({"float32"}, {"float32", operands.dtype}):
-                return product(run, a, b, operands)
-            return original(*args, **kwargs)
+            return product(run, a, b, operands)
 
         return operation
 
     return wrap
 
 
+def _are_of_head(args: tuple, operands: HalfOperands) -> bool:
+    """Are these tensors of the head itself, and of no half-precision layer within it?
+
+    Such a layer casts all to its dtype. Where a head does not autocast, such as
+    ReversibleEmbedding, or its kernel is bfloat16, one of them is half or both are.
+    """
+    dtypes = {_dtype(x) for x in args if hasattr(x, "dtype")}
+    if dtypes == {operands.dtype}:
+        layer = private.layer_in_call()
+        return layer is not None and not layer.autocast
+    return dtypes <= {"float32", operands.dtype}
+
+
+def _in_float32(x: Any) -> Any:
+    is_half = hasattr(x, "dtype") and _dtype(x) in HALF
+    return ops.cast(x, "float32") if is_half else x
+
+
 def _dtype(x: Any) -> str:
+    if isinstance(x, keras.Variable):  # Whose `dtype` is what autocast makes of it.
+        return private.stored_dtype(x)
     return keras.backend.standardize_dtype(x.dtype)

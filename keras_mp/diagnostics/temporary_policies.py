@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.engine import BFLOAT16, HALF
 from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
@@ -29,8 +29,11 @@ def is_in_half(operation: Any, half: set[int]) -> bool:
 
 
 def policy_name(model: Any) -> str:
-    dtypes = [policy_of(layer).compute_dtype for layer in private.layers_in(model)]
-    return next((f"mixed_{dtype}" for dtype in HALF if dtype in dtypes), "float32")
+    policies = [policy_of(layer) for layer in private.layers_in(model)]
+    dtypes = [policy.compute_dtype for policy in policies]
+    name = next((f"mixed_{dtype}" for dtype in HALF if dtype in dtypes), "float32")
+    in_weights = any(policy.variable_dtype == BFLOAT16 for policy in policies)
+    return BFLOAT16 if in_weights and name == "mixed_bfloat16" else name
 
 
 def half_policies(model: Any) -> Choice:

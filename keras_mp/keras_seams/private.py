@@ -132,6 +132,16 @@ def is_in_a_call() -> bool:
     return _global_state.get_global_attribute("current_call_ctx") is not None
 
 
+def layer_in_call() -> Any:
+    """The innermost layer that this thread is calling, or building; None if it is none.
+
+    Keras keeps it with the name that it gives to what the layer creates.
+    """
+    scopes = _global_state.get_global_attribute("name_scope_stack") or [None]
+    caller = getattr(scopes[-1], "caller", None)
+    return caller if isinstance(caller, layers.Layer) else None
+
+
 def cast_output(x: Any) -> Any:
     """A tensor in float32, with what Keras attaches: its mask, and its logits.
 

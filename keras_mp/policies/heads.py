@@ -45,10 +45,14 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     """
     dtype = half_products(layer, inputs)
     if dtype is None:
-        return original()
+        # A bfloat16 kernel meets what a float32 layer returns.
+        with private.AutocastScope("float32"):
+            return original()
     keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
     gradient = dtype if keeps_range else "float32"
     tied = any(getattr(x, "tie_weights", False) for x in private.layers_in(layer))
+    # bfloat16 weights have bfloat16 gradients, summed or not.
+    tied = tied and not has_bfloat16(layer.weights)
     how = HalfOperands(dtype, gradient, tied, *reading_of_logits(layer))
     # Keras autocasts an embedding within a float32 layer that does not autocast.
     with half_operands(how), private.AutocastScope(None):

@@ -28,7 +28,9 @@ def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
                 private.set_policy(layer, policy)
                 # Its next call is not taken for the first under this policy.
                 record_of(layer).chosen = policy
-        yield
+        # Of bfloat16 weights Keras casts no policy of its own to float32.
+        with private.AutocastScope("float32"):
+            yield
     finally:
         before.put_back()
 

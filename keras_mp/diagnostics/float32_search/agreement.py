@@ -25,7 +25,11 @@ _ROUNDINGS = 3
 # by a bias before a normalization is nothing but rounding errors, in any dtype.
 _UNDETERMINED = 0.5
 # The unit roundoff: the largest relative change when a number is rounded.
-_ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
+_ROUNDOFF = {
+    "mixed_float16": 2.0**-11,
+    "mixed_bfloat16": 2.0**-8,
+    "bfloat16": 2.0**-8,
+}
 
 
 class Quantity(NamedTuple):

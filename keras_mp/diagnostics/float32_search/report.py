@@ -7,9 +7,18 @@ from typing import Any
 
 from keras_mp.diagnostics.float32_search.agreement import ANY, Error
 from keras_mp.display.tables import Table
-from keras_mp.policies.policy import ChoosingPolicy, MixedBFloat16, MixedFloat16
+from keras_mp.policies.policy import (
+    BFloat16,
+    ChoosingPolicy,
+    MixedBFloat16,
+    MixedFloat16,
+)
 
-_POLICIES = {"mixed_float16": MixedFloat16, "mixed_bfloat16": MixedBFloat16}
+_POLICIES = {
+    "mixed_float16": MixedFloat16,
+    "mixed_bfloat16": MixedBFloat16,
+    "bfloat16": BFloat16,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Float32Layers:
 
     Attributes:
         model: the model's name.
-        policy: "mixed_float16" or "mixed_bfloat16".
+        policy: "mixed_float16", "mixed_bfloat16" or "bfloat16".
         scale: the loss scale at which gradients were compared.
         candidates: the number of layers to choose from.
         contributions: one for each chosen layer.
