@@ -139,6 +139,7 @@ def test_a_head_in_the_middle_of_another_model_has_bfloat16_weights_again():
     assert inner.layers[-1].dtype_policy.name == "bfloat16"
 
 
+@pytest.mark.skipif(not hasattr(layers, "ReversibleEmbedding"), reason="Keras 3.12")
 def test_logits_of_tied_weights_are_float32():
     ids = keras.Input((3,), dtype="int32")
     table = layers.ReversibleEmbedding(MANY, WIDTH)
@@ -219,12 +220,11 @@ def test_the_statistics_of_batch_normalization_want_float32():
 # The optimizer ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [classifier, subclassed])
-def test_it_trains_as_in_float32(build):
+def test_it_trains_as_in_float32():
     with keras_mp.policy_scope("float32"):
-        full = build()
+        full = subclassed()
         full(X)
-    model = build()
+    model = subclassed()
     model(X)
     model.set_weights(full.get_weights())
     expected = trained(compiled(full), epochs=3)

@@ -523,6 +523,15 @@ def test_a_variable_names_another_dtype_for_a_while():
     assert variable.dtype == "bfloat16"
 
 
+def test_the_dtype_in_which_a_variable_is_read():
+    variable = keras.Variable([1.0], dtype="bfloat16")
+    for scope, dtype in ((None, "bfloat16"), ("float16", "float16")):
+        with private.AutocastScope(scope):
+            read = keras.backend.standardize_dtype(variable.value.dtype)
+            assert private.dtype_when_read(variable) == read == dtype
+    assert private.dtype_when_read(variable) == "bfloat16"
+
+
 @pytest.mark.parametrize("set_dtype", [private.set_dtype, engine.set_dtype])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_variable_becomes_one_of_another_dtype(deferred, set_dtype):

@@ -158,6 +158,6 @@ def _in_float32(x: Any) -> Any:
 
 
 def _dtype(x: Any) -> str:
-    if isinstance(x, keras.Variable):  # Whose `dtype` is what autocast makes of it.
-        return private.stored_dtype(x)
+    if isinstance(x, keras.Variable):
+        return private.dtype_when_read(x)
     return keras.backend.standardize_dtype(x.dtype)

@@ -230,6 +230,14 @@ def stored_dtype(variable: Any) -> str:
     return variable._dtype
 
 
+def dtype_when_read(variable: Any) -> str:
+    """The dtype of `value`; in a scope of None `dtype` is Keras' `floatx()` instead."""
+    scope = _global_state.get_global_attribute("autocast_scope")
+    if scope is not None and scope.dtype is None:
+        return stored_dtype(variable)
+    return variable.dtype
+
+
 def set_dtype(variable: Any, dtype: str, value: Any = None) -> None:
     """Casts a variable, with its value unless it has none yet; or gives it this one."""
     if value is None and variable._value is not None:

@@ -45,6 +45,9 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     """
     dtype = half_products(layer, inputs)
     if dtype is None:
+        decision = decision_for(layer)
+        if decision is None or not decision.head or not has_bfloat16(layer.weights):
+            return original()
         # A bfloat16 kernel meets what a float32 layer returns.
         with private.AutocastScope("float32"):
             return original()

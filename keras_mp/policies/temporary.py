@@ -11,6 +11,7 @@ from keras_mp.keras_seams import private
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32
 from keras_mp.policies.record import Precision, record_of
+from keras_mp.policies.weights import has_bfloat16
 
 # Layer -> its policy, or None for the one that it has.
 Choice = Callable[[Any], keras.DTypePolicy | None]
@@ -28,8 +29,13 @@ def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
                 private.set_policy(layer, policy)
                 # Its next call is not taken for the first under this policy.
                 record_of(layer).chosen = policy
-        # Of bfloat16 weights Keras casts no policy of its own to float32.
-        with private.AutocastScope("float32"):
+        # Under no policy of Keras' does a layer read bfloat16 weights in float32.
+        in_bfloat16 = has_bfloat16(model.weights)
+        with (
+            private.AutocastScope("float32")
+            if in_bfloat16
+            else contextlib.nullcontext()
+        ):
             yield
     finally:
         before.put_back()
