@@ -126,10 +126,7 @@ def _policy_at(policy: Any, layer: Any) -> Any:
 
 
 def _refuse_other_variables(layer: Any, policy: Any) -> None:
-    for variable in (
-        *private.own_trainable(layer),
-        *private.own_non_trainable(layer),
-    ):
+    for variable in private.own_variables(layer):
         is_half = private.stored_dtype(variable) == BFLOAT16 and chooser_for(layer)
         own = BFLOAT16 if is_half else layer.variable_dtype
         if variable.dtype in ("float32", *HALF) and own != policy.variable_dtype:

@@ -139,7 +139,6 @@ def test_a_head_in_the_middle_of_another_model_has_bfloat16_weights_again():
     assert inner.layers[-1].dtype_policy.name == "bfloat16"
 
 
-@pytest.mark.skipif(not hasattr(layers, "ReversibleEmbedding"), reason="Keras 3.12")
 def test_logits_of_tied_weights_are_float32():
     ids = keras.Input((3,), dtype="int32")
     table = layers.ReversibleEmbedding(MANY, WIDTH)
@@ -184,6 +183,13 @@ def test_large_heads_of_any_kind_train_whatever_feeds_them(name, fed_in):
     losses = model.fit(x, y, epochs=3, verbose=0).history["loss"]
     assert losses[2] < losses[1] < losses[0]
     assert model.predict(x, verbose=0).dtype == "float32"
+
+
+@pytest.mark.once
+def test_a_bias_as_long_as_a_large_kernel_is_float32():
+    head = layers.Dense(LARGE)
+    compiled(keras.Sequential([keras.Input((1,)), layers.Dense(1), head]))
+    assert dtypes_of(head) == {"kernel": "bfloat16", "bias": "float32"}
 
 
 @pytest.mark.parametrize("cell", [layers.LSTM, layers.GRU, layers.SimpleRNN])

@@ -279,7 +279,7 @@ def test_a_layer_lists_its_own_variables_without_those_of_its_children():
     layer = Nested()
     layer(X)
     assert private.own_trainable(layer) == []
-    assert [v is layer.gain for v in private.own_non_trainable(layer)] == [True]
+    assert [v is layer.gain for v in private.own_variables(layer)] == [True]
 
 
 def test_frozen_weights_are_among_a_layers_own():

@@ -42,10 +42,11 @@ def test_policy_is_set_once_and_at_once_however_keras_is_imported(work, statemen
     assert result.returncode == 0
 
 
-def test_policy_is_the_one_that_was_asked_for(work):
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_policy_is_the_one_that_was_asked_for(work, policy):
     script = work.script("import keras")
-    result = work.command("run", "--policy", "mixed_bfloat16", script)
-    assert "policy mixed_bfloat16\n" in result.stdout
+    result = work.command("run", "--policy", policy, script)
+    assert f"policy {policy}\n" in result.stdout
 
 
 def test_policy_that_the_script_sets_itself_wins(work):

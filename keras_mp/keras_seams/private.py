@@ -179,9 +179,9 @@ def own_trainable(layer: Any) -> list[Any]:
     return layer._trainable_variables
 
 
-def own_non_trainable(layer: Any) -> list[Any]:
-    """The non-trainable variables of a layer, without those of its children."""
-    return layer._non_trainable_variables
+def own_variables(layer: Any) -> list[Any]:
+    """All variables of a layer, without those of its children."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def build_again(layer: Any) -> None:

@@ -82,8 +82,8 @@ class Precision:
         self._before = []
         self._dtypes = []
         for layer in layers:
-            weights = *private.own_trainable(layer), *private.own_non_trainable(layer)
-            self._dtypes += [(v, private.stored_dtype(v)) for v in weights]
+            variables = private.own_variables(layer)
+            self._dtypes += [(v, private.stored_dtype(v)) for v in variables]
             own = {name: vars(layer)[name] for name in _OWN if name in vars(layer)}
             record = record_of(layer)
             values = {name: getattr(record, name) for name in _REMEMBERED}

@@ -30,12 +30,10 @@ def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
                 # Its next call is not taken for the first under this policy.
                 record_of(layer).chosen = policy
         # Under no policy of Keras' does a layer read bfloat16 weights in float32.
-        in_bfloat16 = has_bfloat16(model.weights)
-        with (
-            private.AutocastScope("float32")
-            if in_bfloat16
-            else contextlib.nullcontext()
-        ):
+        scope = contextlib.nullcontext()
+        if has_bfloat16(model.weights):
+            scope = private.AutocastScope("float32")
+        with scope:
             yield
     finally:
         before.put_back()

@@ -34,19 +34,20 @@ def has_bfloat16(weights: Iterable[Any]) -> bool:
     return any(private.stored_dtype(weight) == BFLOAT16 for weight in weights)
 
 
-def _is_large(weight: Any) -> bool:
-    return math.prod(weight.shape) >= LARGE
-
-
 def bring_to(dtype: str, layer: Any, large: str) -> None:
-    """Gives a layer's own weights a dtype, and those of a large head another one.
+    """Gives a layer's own weights a dtype, and its large ones perhaps another.
 
     Args:
         dtype: "float32" or "bfloat16". Weights of any third dtype stay.
         layer: a layer, built or not.
         large: the dtype of large weights.
     """
-    for variable in (*private.own_trainable(layer), *private.own_non_trainable(layer)):
+    for variable in private.own_variables(layer):
         wanted = large if _is_large(variable) else dtype
         if private.stored_dtype(variable) in {"float32", BFLOAT16} - {wanted}:
             engine.set_dtype(variable, wanted)
+
+
+def _is_large(weight: Any) -> bool:
+    # A bias may be as long, where there are many classes: it is not multiplied by.
+    return len(weight.shape) > 1 and math.prod(weight.shape) >= LARGE

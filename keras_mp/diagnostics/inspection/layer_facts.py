@@ -87,7 +87,7 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     inputs = [node.input_tensors for node in nodes] or first_input(layer)
     products = half_products(layer, inputs)
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
-    variables = private.own_trainable(layer) + private.own_non_trainable(layer)
+    variables = private.own_variables(layer)
     weights = copied = counted = None
     if layer.built or variables:
         weights = [(v.shape, v.dtype) for v in variables]
