@@ -613,7 +613,9 @@ def test_operations_of_the_forward_pass_are_those_of_the_literature():
     assert _operations_of_convolutions(model) == 2 * products
 
 
-@pytest.mark.parametrize("way", ["mixed_float16", quality_tables.UNSCALED])
+@pytest.mark.parametrize(
+    "way", ["mixed_float16", quality_tables.UNSCALED, "bfloat16", quality_tables.SLOTS]
+)
 def test_a_quality_training_runs(way):
     *_, found = quality.measure("regression", BACKEND, way, seeds=2, smallest=True)
     assert len(found["values"]) == 2 and np.isfinite(found["values"]).all()
@@ -623,7 +625,7 @@ def test_a_quality_training_runs(way):
 
 def test_stock_keras_is_keras_without_us():
     *_, found = quality.measure(
-        "regression", BACKEND, quality_tables.STOCK, seeds=1, smallest=True
+        "regression", BACKEND, "Keras' mixed_float16", seeds=1, smallest=True
     )
     assert found["skipped_steps"] == [None]
     assert hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
@@ -633,13 +635,15 @@ def test_stock_keras_is_keras_without_us():
 def test_a_seed_gives_every_policy_the_same_weights():
     task = next(t for t in quality.TASKS if t.name == "regression")
     data = task.data()
-    float32, half = (
-        quality._Training(task, way, data, 1) for way in ("float32", "mixed_float16")
-    )
-    for a, b in zip(
-        float32._built(3).get_weights(), half._built(3).get_weights(), strict=True
-    ):
+    weights = {}
+    for way in ("float32", "mixed_float16", "bfloat16"):
+        training = quality._Training(task, way, data, 1)
+        training.begin(3)
+        weights[way] = training._model.get_weights()
+    for a, b, rounded in zip(*weights.values(), strict=True):
         np.testing.assert_array_equal(a, b)
+        assert (np.abs(rounded.astype("float32") - a) <= 2.0**-8 * np.abs(a)).all()
+    assert {w.dtype.name for w in weights["bfloat16"]} == {"bfloat16", "float32"}
 
 
 @once

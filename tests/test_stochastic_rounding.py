@@ -379,15 +379,35 @@ def test_adam_is_told_of_once_where_its_arithmetic_is_lost():
 
 
 @pytest.mark.parametrize(
+    "optimizer", [optimizers.SGD(0.01), optimizers.Lion(), optimizers.Adam(beta_2=0.99)]
+)
+def test_others_are_told_once_which_updates_are_lost(optimizer):
+    (message,) = warnings_of(optimizer)
+    assert "less than 1/512 of its weight is lost" in message
+    assert "keras_mp.StochasticRoundingOptimizer(optimizer)" in message
+
+
+@pytest.mark.parametrize("weight", [1.0, 1.5, 1.99, 300.0, 1e-3])
+def test_the_update_that_is_lost_is_lost(weight):
+    """What is said of it: less than 1/512 of the weight never moves it."""
+    variable = keras.Variable([weight], dtype="bfloat16")
+    (before,) = values([variable])
+    sgd = optimizers.SGD(1.0)
+    with pytest.warns(UserWarning, match="1/512"):
+        for _ in range(100):
+            sgd.apply([keras.ops.cast(weight * 0.99 / 512, "bfloat16")], [variable])
+    np.testing.assert_array_equal(*values([variable]), before)
+
+
+@pytest.mark.parametrize(
     ("make", "dtype"),
     [
         (lambda: StochasticRoundingOptimizer("adam"), "bfloat16"),
-        (lambda: optimizers.Adam(beta_2=0.99), "bfloat16"),
-        (lambda: optimizers.SGD(0.01), "bfloat16"),
+        (lambda: StochasticRoundingOptimizer("sgd"), "bfloat16"),
         (lambda: optimizers.Adam(), "float32"),
     ],
 )
-def test_others_are_not_told_of(make, dtype):
+def test_where_nothing_is_lost_nothing_is_said(make, dtype):
     assert not warnings_of(make(), dtype)
 
 

@@ -25,7 +25,6 @@ class Case(NamedTuple):
         devices: names of the devices that it is compiled for.
         options: of XLA.
         package: what it needs beside Keras.
-        normalizes_batches: whether it has BatchNormalization.
     """
 
     title: str
@@ -37,7 +36,6 @@ class Case(NamedTuple):
     devices: tuple[str, ...] = ("H100", "TPU v5e")
     options: tuple[tuple[str, Any], ...] = ()
     package: str = "keras"
-    normalizes_batches: bool = False
 
     @property
     def is_possible(self) -> bool:
@@ -155,7 +153,6 @@ CASES = {
         "ResNet-50, 32 images of 224 x 224",
         lambda: keras.applications.ResNet50(weights=None, classifier_activation=None),
         *(32, IMAGES, CLASS),
-        normalizes_batches=True,
     ),
     "MLP": Case(
         "MLP, 4 x 4096, 4096 examples",
@@ -209,7 +206,6 @@ CASES = {
         "KerasHub's SegFormerImageSegmenter, B0, 8 images of 512 x 512",
         _segmenter,
         *(8, ((512, 512, 3), "float32"), ((512, 512), "int32")),
-        normalizes_batches=True,
         devices=("H100",),
         options=NO_TRITON,
         package="keras_hub",

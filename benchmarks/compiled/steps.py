@@ -12,7 +12,7 @@ from benchmarks.compiled.cases import Case
 from benchmarks.compiled.devices import Device
 from benchmarks.compiled.private import as_if_there
 from benchmarks.compiled.roofline import cost_of
-from benchmarks.compiled.tables import BY_HAND, FLOAT32, KERAS, RECOMPUTED, ROUNDED
+from benchmarks.compiled.tables import BFLOAT16, BY_HAND, FLOAT32, KERAS, RECOMPUTED
 from benchmarks.results import Record
 from keras_mp.keras_seams import private
 from keras_mp.keras_seams.seams import uninstall
@@ -62,10 +62,7 @@ def _step(case: Case, device: Device, way: str) -> tuple[Any, tuple]:
         uninstall()
     keras.config.set_dtype_policy(_policy(device, way))
     model = case.build()
-    optimizer = keras.optimizers.Adam(1e-4)
-    if way == ROUNDED:
-        optimizer = keras_mp.StochasticRoundingOptimizer(optimizer)
-    model.compile(optimizer, case.loss, metrics=[])
+    model.compile(keras.optimizers.Adam(1e-4), case.loss, metrics=[])
     data = case.data()
     model.optimizer.build(model.trainable_variables)
     private.build_from_batch(model, data)
@@ -84,8 +81,8 @@ def _step(case: Case, device: Device, way: str) -> tuple[Any, tuple]:
 
 
 def _policy(device: Device, way: str) -> Any:
-    plain = {FLOAT32: "float32", KERAS: device.half, ROUNDED: "bfloat16"}
+    plain = {FLOAT32: "float32", KERAS: device.half}
     if way in plain:
         return keras.DTypePolicy(plain[way])
-    policy = type(keras_mp.Policy(device.half))
+    policy = type(keras_mp.Policy("bfloat16" if way == BFLOAT16 else device.half))
     return policy(recompute_logits=way == RECOMPUTED)

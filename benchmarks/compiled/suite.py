@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.compiled.cases import CASES, Case
 from benchmarks.compiled.devices import DEVICES
-from benchmarks.compiled.tables import BY_HAND, RECOMPUTED, ROUNDED, WAYS, tables
+from benchmarks.compiled.tables import BY_HAND, RECOMPUTED, WAYS, tables
 from benchmarks.origin import origin
 from benchmarks.results import Record
 from benchmarks.suites import Suite
@@ -41,8 +41,6 @@ def measure(
 
 def _ways(case: Case) -> list[str]:
     left_out = [] if case.depth else [RECOMPUTED, BY_HAND]
-    if case.normalizes_batches:  # Their statistics in bfloat16 are wrong.
-        left_out.append(ROUNDED)
     return [way for way in WAYS if way not in left_out]
 
 

@@ -11,13 +11,15 @@ from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
 from keras_mp.display.tables import Table
 
-UNSCALED, STOCK = "unscaled", "stock"
-WAYS = ("float32", "mixed_float16", "mixed_bfloat16", UNSCALED, STOCK)
-_TITLES = {
-    UNSCALED: "float16, not scaled",
-    STOCK: "Keras' mixed_float16",
-}
+UNSCALED, SLOTS, KERAS = "unscaled", "bfloat16 slots", "Keras' "
+_WAYS = ("float32", "mixed_float16", "mixed_bfloat16", "bfloat16", SLOTS, UNSCALED)
+_TITLES = {UNSCALED: "float16, not scaled"}
 _COLUMNS = ("", "trained in", "ends with", "difference to float32 (95 %)", "skipped")
+
+
+def ways(task: Task) -> list[str]:
+    """The policies that a task is trained under, and its controls."""
+    return [*_WAYS, *(f"{KERAS}{policy}" for policy in task.controls)]
 
 
 def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
@@ -41,9 +43,9 @@ def _table(backend: str, records: Sequence[Record], whole: bool) -> Table:
     for task in TASKS:
         title = f"{task.title} ({task.metric[1]})"
         base = mine.get((task.name, "float32"), {})
-        for way in WAYS:
+        for way in ways(task):
             record = mine.get((task.name, way))
-            if way == STOCK and not task.stock or record is None and not whole:
+            if record is None and not whole:
                 continue
             name = _TITLES.get(way, way)
             rows.append((title, name, *_cells(task, record, base)))

@@ -1,17 +1,21 @@
 """What the suite `quality` trains to the end: real data, small enough for two cores."""
 
 import collections
+import functools
+import importlib.util
 import pathlib
 import re
 import sysconfig
 from collections.abc import Callable
 from functools import partial
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import layers
 
+import keras_mp
 from benchmarks import models
 
 
@@ -32,22 +36,30 @@ class Task(NamedTuple):
         title: for the tables.
         metric: which result of `evaluate` counts, and its unit.
         data: () -> the data, the same at each call.
-        build: (`auto_scale_loss` of `compile`) -> the model, compiled.
+        build: () -> the model, its optimizer, and what else `compile` takes.
         batch, epochs: of the training.
-        stock: whether to train with Keras' own mixed_float16, too.
+        controls: policies of Keras' own to train with, too, without this package.
+        package: what has the model.
     """
 
     name: str
     title: str
     metric: tuple[str, str]
     data: Callable[[], Data]
-    build: Callable[[bool], Any]
+    build: Callable[[], tuple[Any, Any, dict[str, Any]]]
     batch: int
     epochs: int
-    stock: bool = False
+    controls: tuple[str, ...] = ()
+    package: str = "keras"
+
+    @property
+    def is_possible(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
 
 
 # Handwritten digits ---------------------------------------------------------------
+
+_CLASSES = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
 
 
 def _digits() -> Data:
@@ -61,7 +73,7 @@ def _digits() -> Data:
     return Data(images[train], labels[train], images[test], labels[test])
 
 
-def _digits_cnn(auto_scale_loss: bool) -> Any:
+def _digits_cnn() -> Any:
     model = keras.Sequential([keras.Input((8, 8, 1))])
     for filters in (16, 32):
         model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
@@ -70,13 +82,16 @@ def _digits_cnn(auto_scale_loss: bool) -> Any:
         model.add(layers.MaxPooling2D())
     model.add(layers.Flatten())
     model.add(layers.Dense(10, activation="softmax"))
-    model.compile(
-        keras.optimizers.Adam(2e-3),
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-        auto_scale_loss=auto_scale_loss,
-    )
-    return model
+    return model, keras.optimizers.Adam(2e-3), _CLASSES
+
+
+def _digits_mlp() -> Any:
+    """A network whose steps are less than half of bfloat16's for most weights."""
+    model = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten()])
+    for _ in range(2):
+        model.add(layers.Dense(128, activation="relu"))
+    model.add(layers.Dense(10, activation="softmax"))
+    return model, keras.optimizers.Adam(5e-5), _CLASSES
 
 
 # Python's own standard library, character by character and word by word -------------
@@ -103,11 +118,18 @@ def _characters() -> Data:
 
 
 def _words() -> Data:
-    # Words, punctuation marks and newlines: the most frequent; 0 stands for the rest.
-    words = re.findall(r"\w+|[^\w\s]|\n", _standard_library())
-    frequent = collections.Counter(words).most_common(WORDS - 1)
+    return _next_of(_word_ids()[0])
+
+
+def _word_ids() -> tuple[list[int], list[int]]:
+    """Of the library, and of Python's manual: the most frequent; 0 is for the rest."""
+    texts = _standard_library(), "\n".join(topics.values())
+    # Words, punctuation marks and newlines.
+    words = [re.findall(r"\w+|[^\w\s]|\n", text) for text in texts]
+    frequent = collections.Counter(words[0]).most_common(WORDS - 1)
     ids = {word: i for i, (word, _) in enumerate(frequent, start=1)}
-    return _next_of([ids.get(word, 0) for word in words])
+    library, manual = ([ids.get(word, 0) for word in part] for part in words)
+    return library, manual
 
 
 def _next_of(ids: list[int]) -> Data:
@@ -130,14 +152,64 @@ def _windows(ids: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
     return windows[:, :-1], windows[:, 1:]
 
 
-def _language_model(vocabulary: int, auto_scale_loss: bool) -> Any:
+def _language_model(vocabulary: int) -> Any:
     model = models.decoder(vocabulary, LENGTH, width=64, depth=2, heads=4)
-    model.compile(
-        keras.optimizers.Adam(3e-3, global_clipnorm=1.0),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        auto_scale_loss=auto_scale_loss,
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return model, keras.optimizers.Adam(3e-3, global_clipnorm=1.0), {"loss": loss}
+
+
+# A small Gemma that has read Python's library and now reads its manual --------------
+
+
+def _manual() -> Data:
+    return _next_of(_word_ids()[1])
+
+
+def _fine_tuned(lora: bool) -> Any:
+    pretrained = _weights_of_the_library()
+    model = _gemma(lora)
+    for variable, value in zip(_without_lora(model), pretrained, strict=True):
+        variable.assign(value)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return model, keras.optimizers.AdamW(1e-2 if lora else 1e-3), {"loss": loss}
+
+
+def _gemma(lora: bool) -> Any:
+    import keras_hub
+
+    backbone = keras_hub.models.GemmaBackbone(
+        vocabulary_size=WORDS,
+        num_layers=2,
+        num_query_heads=4,
+        num_key_value_heads=1,
+        hidden_dim=64,
+        intermediate_dim=256,
+        head_dim=16,
     )
-    return model
+    if lora:
+        backbone.enable_lora(4)
+    language_model = keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
+    ids = keras.Input((LENGTH,), dtype="int32")
+    everything = keras.ops.ones_like(ids, dtype="bool")
+    return keras.Model(
+        ids, language_model({"token_ids": ids, "padding_mask": everything})
+    )
+
+
+def _without_lora(model: Any) -> list[Any]:
+    return [v for v in model.weights if not v.name.startswith("lora_")]
+
+
+@functools.cache
+def _weights_of_the_library() -> list[np.ndarray]:
+    """Of one epoch in float32."""
+    with keras_mp.policy_scope("float32"):
+        model = _gemma(lora=False)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(3e-3), loss)
+    data = _words()
+    model.fit(data.x, data.y, batch_size=32, verbose=0)
+    return list(model.get_weights())
 
 
 # A deep network of sigmoids ---------------------------------------------------------
@@ -149,7 +221,7 @@ def _one_hot_digits() -> Data:
     return digits._replace(y=rows[digits.y], test_y=rows[digits.test_y])
 
 
-def _deep_sigmoids(auto_scale_loss: bool) -> Any:
+def _deep_sigmoids() -> Any:
     """A network in which each sigmoid divides the gradient by four or more.
 
     With the squared error, as such networks used to be trained, most of the gradient
@@ -159,13 +231,8 @@ def _deep_sigmoids(auto_scale_loss: bool) -> Any:
     for _ in range(5):
         model.add(layers.Dense(64, activation="sigmoid"))
     model.add(layers.Dense(10, activation="sigmoid"))
-    model.compile(
-        keras.optimizers.Adam(3e-3, epsilon=1e-12),
-        "mse",
-        metrics=["accuracy"],
-        auto_scale_loss=auto_scale_loss,
-    )
-    return model
+    compiled_with = {"loss": "mse", "metrics": ["accuracy"]}
+    return model, keras.optimizers.Adam(3e-3, epsilon=1e-12), compiled_with
 
 
 # Targets past 65504 -------------------------------------------------------------------
@@ -191,7 +258,7 @@ def _friedman() -> Data:
     return Data(x[:3072], y[:3072], x[3072:], y[3072:])
 
 
-def _regression(auto_scale_loss: bool) -> Any:
+def _regression() -> Any:
     model = keras.Sequential(
         [
             keras.Input((10,)),
@@ -200,20 +267,26 @@ def _regression(auto_scale_loss: bool) -> Any:
             layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.03), "mae", auto_scale_loss=auto_scale_loss)
-    return model
+    return model, keras.optimizers.Adam(0.03), {"loss": "mae"}
 
 
 TASKS = (
     Task("digits", "digits, a CNN", ("accuracy", "accuracy"),
-         _digits, _digits_cnn, batch=32, epochs=12),
+         _digits, _digits_cnn, batch=32, epochs=12, controls=("bfloat16",)),
+    Task("small-steps", "digits, Adam with 5e-5", ("accuracy", "accuracy"),
+         _digits, _digits_mlp, batch=32, epochs=60, controls=("bfloat16",)),
     Task("language", "Python's library, a language model",
          ("loss", "nats per character"),
          _characters, partial(_language_model, CHARACTERS), batch=32, epochs=2),
     Task("words", "Python's library, 4096 words", ("loss", "nats per word"),
          _words, partial(_language_model, WORDS), batch=32, epochs=2),
+    Task("fine-tuned", "Gemma, made small, fine-tuned", ("loss", "nats per word"),
+         _manual, partial(_fine_tuned, False), batch=32, epochs=1, package="keras_hub"),
+    Task("lora", "Gemma, made small, LoRA of rank 4", ("loss", "nats per word"),
+         _manual, partial(_fine_tuned, True), batch=32, epochs=1, package="keras_hub"),
     Task("sigmoids", "digits, a deep network of sigmoids", ("accuracy", "accuracy"),
          _one_hot_digits, _deep_sigmoids, batch=256, epochs=200),
     Task("regression", "targets past 65504", ("loss", "mean absolute error"),
-         _friedman, _regression, batch=64, epochs=100, stock=True),
+         _friedman, _regression, batch=64, epochs=100,
+         controls=("mixed_float16",)),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names an optimizer of Adam's family whose arithmetic is lost in bfloat16 weights."""
+"""Names an optimizer that updates bfloat16 weights, and what of it is lost."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _seen: weakref.WeakSet = weakref.WeakSet()
 
 
 def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
-    """Warns once of an optimizer that is about to update bfloat16 weights in vain.
+    """Warns once of an optimizer that is about to update bfloat16 weights.
 
     Within a `StochasticRoundingOptimizer` they say that they are float32.
 
@@ -26,16 +26,19 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    beta_2 = getattr(optimizer, "beta_2", None)
-    if not isinstance(beta_2, float) or not _BECOMES_ONE <= beta_2 < 1:
-        return
     updated = variables or private.own_trainable(optimizer)
     paths = [getattr(v, "path", v.name) for v in updated if v.dtype == BFLOAT16]
     if paths:
         warn(
             f"Optimizer {optimizer.name!r} updates bfloat16 weights ({paths[0]} and "
-            f"{len(paths) - 1} more), and beta_2={beta_2} is 1 in bfloat16: its steps "
-            "are 0, or nan. Compile with "
+            f"{len(paths) - 1} more): {_lost(optimizer)}. Compile with "
             "`keras_mp.StochasticRoundingOptimizer(optimizer)`, or train under "
             '"mixed_bfloat16".'
         )
+
+
+def _lost(optimizer: Any) -> str:
+    beta_2 = getattr(optimizer, "beta_2", None)
+    if isinstance(beta_2, float) and _BECOMES_ONE <= beta_2 < 1:
+        return f"beta_2={beta_2} is 1 in bfloat16, and its steps are 0, or nan"
+    return "an update of less than 1/512 of its weight is lost"
