@@ -1,6 +1,7 @@
 """The policy `BFloat16`: weights in two bytes, which train as float32 ones do."""
 
 import copy
+import os
 import pickle
 
 import keras
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from backends import values, without_us
 from keras import layers, optimizers
+from processes import run
 
 import keras_mp
 from keras_mp import BFloat16, StochasticRoundingOptimizer
@@ -457,3 +459,30 @@ def test_compare_trains_under_it():
     assert found.policies == policies
     losses = [found.values(policy, "loss")[0] for policy in policies]
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
+# On several devices -----------------------------------------------------------------
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="keras.distribution")
+def test_on_several_devices_weights_are_the_same_everywhere():
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    )
+    (found,) = run("rounding_on_devices.py", XLA_FLAGS=flags)
+    one = found["one"]
+    assert one["losses"][-1] < 0.75 * one["losses"][0]
+    # Copies of each part; whole kernels on four devices, halves on two of them each.
+    assert {kind: f["copies"] for kind, f in found.items()} == {
+        "one": [1],
+        "data": [4],
+        "model": [2],
+    }
+    assert found["model"]["parts"] == [2, 2, 2]  # The kernel and its two slots.
+    for on_devices in found.values():
+        assert on_devices["dtypes"] == ["bfloat16"]
+        assert not on_devices["differ"]
+        np.testing.assert_allclose(on_devices["losses"], one["losses"], rtol=1e-3)
+        # The bits that round are those of the place; sums may differ in their order.
+        equal = np.equal(on_devices["kernel"], one["kernel"])
+        assert equal.mean() > 0.99
