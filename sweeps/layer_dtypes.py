@@ -1,7 +1,7 @@
 """What each layer of the sweep's models computes in: `make sweep-dtypes`.
 
 A train step of each model is traced on JAX, not run, which takes seconds a model. The
-file that it writes is read as a difference, before and after a change to what every
+files that it writes are read as a difference, before and after a change to what every
 model passes through: a layer that has moved to another dtype shows there, and a product
 whose operands have.
 """
@@ -11,7 +11,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-RESULTS = pathlib.Path(__file__).with_name("layer_dtypes.txt")
+RESULTS = {
+    "mixed_float16": pathlib.Path(__file__).with_name("layer_dtypes.txt"),
+    "bfloat16": pathlib.Path(__file__).with_name("layer_dtypes_bfloat16.txt"),
+}
 # The smallest model of each family: the others have more of the same layers.
 FAMILIES = (
     "ConvNeXtTiny",
@@ -30,7 +33,7 @@ FAMILIES = (
     "Xception",
 )
 HEAD = """\
-What each layer computes in after a train step under mixed_float16, on JAX, and the
+What each layer computes in after a train step under {policy}, on JAX, and the
 operands of the step's products. Written by `make sweep-dtypes`. Layers of one class
 that are alike share a line, unless they compute in float32.
 """
@@ -42,14 +45,15 @@ def main() -> None:
 
     names = {f"applications/{name}" for name in FAMILIES}
     wanted = [c for c in cases() if c.name in names or c.name.startswith("hub/")]
-    parts = [HEAD]
-    for case in wanted:
-        parts.append("\n".join([case.name, *_lines(case)]) + "\n")
-        print(case.name, flush=True)
-    RESULTS.write_text("\n".join(parts))
+    for policy, path in RESULTS.items():
+        parts = [HEAD.format(policy=policy)]
+        for case in wanted:
+            parts.append("\n".join([case.name, *_lines(case, policy)]) + "\n")
+            print(policy, case.name, flush=True)
+        path.write_text("\n".join(parts))
 
 
-def _lines(case: Any) -> Iterator[str]:
+def _lines(case: Any, policy: str) -> Iterator[str]:
     import keras
 
     import keras_mp
@@ -57,7 +61,7 @@ def _lines(case: Any) -> Iterator[str]:
     from tests.products import products_of
 
     keras.utils.clear_session(free_memory=False)
-    keras_mp.set_global_policy("mixed_float16")
+    keras_mp.set_global_policy(policy)
     try:
         model = case.build(None)
         x = inputs(model, case.batch)
@@ -72,6 +76,8 @@ def _lines(case: Any) -> Iterator[str]:
         if layer.compute_dtype is None:
             continue
         name = f"{layer.class_name}: {layer.compute_dtype}"
+        if layer.variable_dtype != "float32":
+            name = f"{name}, weights {layer.variable_dtype}"
         if layer.compute_dtype == "float32":
             name = f"{name}, {layer.path} ({layer.decided_by})"
         counts[name] = counts.get(name, 0) + 1

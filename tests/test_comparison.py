@@ -101,7 +101,8 @@ def test_each_policy_starts_from_the_same_weights_and_sees_the_same_batches():
     def build():
         under.append(keras.config.dtype_policy().name)
         batches.append([])
-        still = keras.optimizers.SGD(0.0)
+        # It skips no step, which `fit` would take again, with the same batch.
+        still = keras.optimizers.SGD(0.0, loss_scale_factor=1.0)
         # Not the same at each call, nor is what it leaves of the random state.
         dense = layers.Dense(4, bias_initializer=lambda *_, **__: ops.ones(4) * drawn())
         models.append(model_of(Noted(batches[-1]), dense, optimizer=still))
@@ -300,7 +301,7 @@ def test_skipped_steps_are_counted():
     found = compare(
         lambda: spoiled(
             lambda x, dtype, training: x,
-            optimizer=keras_mp.LossScaleOptimizer("sgd", initial_scale=2.0**24),
+            optimizer=keras_mp.LossScaleOptimizer("sgd", 2.0**24, retake_steps=0),
         )(),
         train=(X[:32], 1e3 * Y[:32]),
         policies=("float32", "mixed_float16"),

@@ -165,6 +165,7 @@ def reductions(count):
 # Dtypes of variables -----------------------------------------------------------------
 
 LOW = ["float16", "bfloat16"]
+lossy = pytest.mark.filterwarnings("ignore:Optimizer .* updates bfloat16 weights")
 FLOAT64 = [] if BACKEND == "jax" else ["float64"]  # JAX has none unless told to.
 
 
@@ -173,6 +174,7 @@ def low_precision_variable(dtype):
     return keras.Variable(start, dtype=dtype, name="kernel")
 
 
+@lossy
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("dtype", [*LOW, *FLOAT64])
 def test_variables_of_any_float_dtype_are_trained_and_skipped(dtype, compiled):
@@ -185,6 +187,7 @@ def test_variables_of_any_float_dtype_are_trained_and_skipped(dtype, compiled):
     assert result.tolist() == [0.5, -2.5, 0.0]
 
 
+@lossy
 @pytest.mark.parametrize("dtype", LOW)
 def test_gradients_of_low_precision_variables_are_clipped_in_float32(dtype):
     # The sum of squares, 3 * 300**2, is beyond float16.
@@ -196,6 +199,7 @@ def test_gradients_of_low_precision_variables_are_clipped_in_float32(dtype):
     assert result.tolist() == [0.0, -3.0, -0.5]
 
 
+@lossy
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("dtype", LOW)
 def test_low_precision_variables_accumulate_gradients(dtype, compiled):

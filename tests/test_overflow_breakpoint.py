@@ -79,6 +79,8 @@ def build(parts=(), **compile):
             x = part()(x)
         model = keras.Model(inputs, layers.Dense(2, name="head")(x), name="model")
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    # Batches that overflow are to be skipped.
+    optimizer = keras_mp.LossScaleOptimizer(optimizer, retake_steps=0)
     model.compile(optimizer, "mse", **(compile or EAGER))
     model.optimizer.dynamic_scale.assign(SCALE)
     return model
@@ -369,7 +371,8 @@ def test_class_weights_are_saved_as_the_sample_weights_that_they_are(folder):
     with keras_mp.policy_scope("mixed_float16"):
         model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras_mp.LossScaleOptimizer("sgd", 2.0**24), loss, **EAGER)
+    optimizer = keras_mp.LossScaleOptimizer("sgd", 2.0**24, retake_steps=0)
+    model.compile(optimizer, loss, **EAGER)
     x, y = AT_ONCE[0], np.arange(SIZE) % 2
     caught(folder, model, x=x, y=y, class_weight={0: 1.0, 1: 3.0})
     assert arrays(folder)["sample_weight"].tolist() == [1.0, 3.0, 1.0, 3.0]

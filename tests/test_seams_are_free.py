@@ -97,7 +97,7 @@ def test_a_layer_call_costs_one_python_call_more(name):
     assert added <= number + of_dense * (name != "Identity") + looks
 
 
-def fitting(with_seams=True, callbacks=()):
+def fitting(with_seams=True, callbacks=(), retake_steps=100):
     """A function of a number of steps, which `fit` takes."""
     model = keras.Sequential(
         [
@@ -110,7 +110,8 @@ def fitting(with_seams=True, callbacks=()):
     if not with_seams:
         keras_mp.keras_seams.seams.uninstall()
     try:
-        model.compile(keras_mp.LossScaleOptimizer("adam"), "mse", metrics=["mae"])
+        optimizer = keras_mp.LossScaleOptimizer("adam", retake_steps=retake_steps)
+        model.compile(optimizer, "mse", metrics=["mae"])
         # What the train function is made of stays when they come back.
         model.fit(np.ones((4, 4)), np.ones((4, 1)), batch_size=1, verbose=0)
     finally:
@@ -130,9 +131,11 @@ def calls_a_step(fit):
 
 
 def test_rollback_and_monitor_cost_a_step_of_fit_a_few_python_calls():
+    # After the first steps, at each of which `fit` looks.
     without = calls_a_step(fitting(with_seams=False))
-    rollback = calls_a_step(fitting())
-    monitored = calls_a_step(fitting(callbacks=[keras_mp.callbacks.LossScaleMonitor()]))
+    rollback = calls_a_step(fitting(retake_steps=0))
+    monitor = keras_mp.callbacks.LossScaleMonitor()
+    monitored = calls_a_step(fitting(callbacks=[monitor], retake_steps=0))
     # On torch a step takes some 4500 calls. Copies of the scale and of the skips are
     # made for the monitor alone.
     few = 150 if BACKEND == "torch" else 2

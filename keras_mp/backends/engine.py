@@ -6,6 +6,7 @@ that has no docstring is the method of its name here. A gradient passes `unscale
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -208,6 +209,14 @@ class Engine:
         """
         raise NotImplementedError
 
+    def may_have_skipped(self, scaling: Any) -> bool:
+        """May the last train step have been skipped? False where Python knows."""
+        return True
+
+    def calls_python(self) -> bool:
+        """Does the step that is being traced call Python back each time it runs?"""
+        return False
+
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         """The optimizer's state in the arguments of a train function, on JAX alone."""
         return None
@@ -219,8 +228,7 @@ class Engine:
         train_function: Callable,
         args: Sequence[Any],
         count: int,
-        before: Callable[[Any, Any], None],
-        after: Callable[[Any], None],
+        take: Callable[[Any, Any, Callable[[Any], tuple[Any, Any]]], tuple[Any, Any]],
     ) -> Any:
         """Makes one call of a train function, as so many of one batch each.
 
@@ -232,9 +240,10 @@ class Engine:
             train_function: Keras' own.
             args: what `fit` calls it with.
             count: how many batches it takes in one call.
-            before: called before each step, with its batch and, on JAX, the state that
-                `fit` passes round in place of variables; elsewhere None.
-            after: called with the state after the step.
+            take: takes a step with one batch, and returns what came of it. It gets the
+                batch, the state that `fit` passes round on JAX in place of variables,
+                elsewhere None, and a function: state -> what the train function
+                returns for this batch, and the state after it.
         """
         state, iterator = args if len(args) == 2 else (None, *args)
         # All of them first: their errors must not find a state that is given away.
@@ -242,14 +251,18 @@ class Engine:
         if not batches:
             return train_function(*args)  # Which says that there are no more.
         for batch in batches:
-            before(self.contents(batch), state)
-            alone = self.only(batch, iterator)
-            if state is None:
-                result = train_function(alone)
-            else:
-                result = _, state = train_function(state, alone)
-            after(state)
+            once = functools.partial(self._once, train_function, batch, iterator)
+            result, state = take(self.contents(batch), state, once)
         return result
+
+    def _once(
+        self, train_function: Callable, batch: Any, iterator: Any, state: Any
+    ) -> tuple[Any, Any]:
+        alone = self.only(batch, iterator)
+        if state is None:
+            return train_function(alone), None
+        result = train_function(state, alone)
+        return result, result[1]
 
     def contents(self, batch: Any) -> Any:
         """A batch as `train_step` will see it."""

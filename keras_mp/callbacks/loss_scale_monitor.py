@@ -122,7 +122,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
         step, what = newest_step(scaling.nonfinite_counts, variables)
         lower = f"{before:.10g} -> {self._scale:.10g}. Normal now and then."
         fallen = self._scale < before
+        # Whether it was applied when it was taken again is known no more.
+        verb = "overflowed" if fallen and scaling.retakes else "skipped"
         show_message(
-            f"\nkeras_mp: step {step} skipped ({what}); loss scale "
+            f"\nkeras_mp: step {step} {verb} ({what}); loss scale "
             f"{lower if fallen else f'stays {before:.10g}.'}"
         )

@@ -94,9 +94,13 @@ class OverflowBreakpoint(keras.callbacks.Callback):
             return train_function(*args)  # It does not scale.
         if scaling and scaling.skips + steps < self.skips:
             return train_function(*args)
-        return engine.run_by_batch(
-            train_function, args, steps, self._before, self._after
-        )
+        return engine.run_by_batch(train_function, args, steps, self._take)
+
+    def _take(self, batch: Any, state: Any, once: Callable) -> tuple[Any, Any]:
+        self._before(batch, state)
+        result, state = once(state)
+        self._after(state)
+        return result, state
 
     def _before(self, batch: Any, state: Any) -> None:
         scaling = scaling_of(self._trained, state)

@@ -57,7 +57,7 @@ from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.keras_seams import private
-from keras_mp.loss_scaling import stage, unscaled
+from keras_mp.loss_scaling import retaking, stage, unscaled
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
     watched_for_underflow,
@@ -360,6 +360,9 @@ def _make_train_function(original: Callable) -> Callable:
         wrap_optimizers(self)
         private.record_shardings(self)
         next_calls.pop(self, None)  # Left by a `fit` that an exception has ended.
+        scaling = loss_scaling_of(self.optimizer)
+        if scaling is not None:
+            scaling.counts = None  # Others may have taken steps since.
         before = self.train_function
         wrap = functools.partial(_train_step, self)
         engine.make_train_function(self, original, force, wrap)
@@ -393,14 +396,17 @@ def _train_step(model: Any, original: Callable) -> Callable:
             scaling.underflow.watch(watched_for_underflow(model))
             step = engine.undo_skipped(model, scaling, original)
         if built or keras_own:
-            with stage.train_step():
+            with stage.train_step() as updates:
                 result = step(*args)
         else:
             with unscaled.postponed():
-                with stage.train_step():
+                with stage.train_step() as updates:
                     result = step(*args)
                 # What the step has built is known now, and TensorFlow traces it again.
                 wrap_optimizers(model)
+        if scaling is not None:
+            one_update = updates == [model.optimizer]
+            scaling.one_update = one_update and not engine.calls_python()
         examined = examined or warn_of_unreached(model)
         return result
 
@@ -449,7 +455,8 @@ def _apply(original: Callable) -> Callable:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         unscaled.look(self, trainable_variables)
         lost.look(self, trainable_variables)
-        return original(self, grads, trainable_variables)
+        with stage.update_by(self):
+            return original(self, grads, trainable_variables)
 
     return apply
 
@@ -473,12 +480,13 @@ def _orthogonal(original: Callable) -> Callable:
 
 
 def _watch_skips(model: Any) -> None:
-    """Lets `fit` warn of a run that only skips, or stop it.
+    """Lets `fit` warn of a run that only skips, stop it, or take a step again.
 
     Looks once in a number of steps, so that no step waits for the device, and before a
     step: after one, JAX has given the state away that `fit` goes back to.
     """
     train_function = model.train_function
+    retaking_it = functools.partial(retaking.call, model, train_function)
     calls = 0
 
     @functools.wraps(train_function)
@@ -491,9 +499,11 @@ def _watch_skips(model: Any) -> None:
                 calls = 0  # After an error as well: `fit` may go on with better data.
                 model.optimizer.raise_if_diverged(engine.optimizer_values(args))
             calls += 1
+        retakes = scaling is None or scaling.retakes
+        step = retaking_it if retakes else train_function
         reference = next_calls.pop(model, None) if next_calls else None
-        call = reference and reference()
-        return call(train_function, args) if call else train_function(*args)
+        made_by = reference and reference()
+        return made_by(step, args) if made_by else step(*args)
 
     model.train_function = watched
 

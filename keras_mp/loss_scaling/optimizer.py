@@ -17,12 +17,13 @@ from keras_mp.loss_scaling.inner_optimizer import (
     start_averages,
 )
 from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState, check_whole_number
-from keras_mp.loss_scaling.stage import in_train_step
+from keras_mp.loss_scaling.stage import in_train_step, update_by
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.rounding.holders import hold
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
+_RETAKE_STEPS = 100
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
@@ -62,6 +63,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             steps in a row; None never does. `fit` looks once in so many steps, or in a
             hundred, so that no step waits for the device; it never misses a row of
             twice as many. Compiled loops of your own call `raise_if_diverged`.
+        retake_steps: within so many first steps `fit` and `train_on_batch` take a batch
+            whose step was skipped again, at the lower scale, until the step is applied:
+            no batch is lost to the first scale. `skipped_steps` counts each try. Not
+            where a `train_step` of your own updates anything else, nor where the loss
+            is not finite or the scale is the lowest. Such a step waits for the device.
+            0 for never, None for always.
         name: name of the optimizer.
 
     Raises:
@@ -84,6 +91,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        retake_steps: int | None = _RETAKE_STEPS,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -106,13 +114,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         if max_consecutive_skips is not None:
             check_whole_number("max_consecutive_skips", max_consecutive_skips)
+        if retake_steps is not None:
+            check_whole_number("retake_steps", retake_steps, least=0)
         inner_optimizer = checked_inner(inner_optimizer)
 
         super().__init__(
             inner_optimizer, initial_scale, dynamic_growth_steps, name=name
         )
         self.max_consecutive_skips = max_consecutive_skips
-        self._loss_scaling = LossScaling(rule, max_consecutive_skips, self._add_own)
+        self.retake_steps = retake_steps
+        self._loss_scaling = LossScaling(
+            rule, max_consecutive_skips, retake_steps, self._add_own
+        )
         # Their names in Keras' wrapper.
         self.step_counter = self._loss_scaling.finite_steps
         self.dynamic_scale = self._loss_scaling.scale
@@ -274,9 +287,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         engine.check_strategy(self.variables, self.built)
         variables = self._variables_for(grads, trainable_variables)
         scaling, inner = self._loss_scaling, self.inner_optimizer
-        prepared = step.prepare(scaling, inner, grads, variables, loss)
-        decision = step.decide(scaling, self, prepared)
-        step.write(scaling, inner, prepared, decision)
+        with update_by(self):
+            prepared = step.prepare(scaling, inner, grads, variables, loss)
+            decision = step.decide(scaling, self, prepared)
+            step.write(scaling, inner, prepared, decision)
         # `fit` looks by itself, once it has put back what the step changed.
         if decision.finite is False and not in_train_step():
             self.raise_if_diverged()
@@ -475,6 +489,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found = {f.name: found[f.name] for f in fields if found[f.name] != f.default}
         if self.max_consecutive_skips is not None:
             found["max_consecutive_skips"] = self.max_consecutive_skips
+        if self.retake_steps != _RETAKE_STEPS:
+            found["retake_steps"] = self.retake_steps
         return found
 
     def __repr__(self) -> str:

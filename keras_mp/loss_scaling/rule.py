@@ -190,11 +190,11 @@ class LossScaleRule:
         )
 
 
-def check_whole_number(name: str, value: Any) -> None:
-    """Raises a ValueError unless `value` is a whole number of at least 1."""
+def check_whole_number(name: str, value: Any, least: int = 1) -> None:
+    """Raises a ValueError unless `value` is a whole number of at least `least`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not (whole and value >= 1):
-        raise _refusal(name, "be a whole number of at least 1", value)
+    if not (whole and value >= least):
+        raise _refusal(name, f"be a whole number of at least {least}", value)
 
 
 _REALS = ("initial_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")

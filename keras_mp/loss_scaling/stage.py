@@ -16,6 +16,7 @@ import contextlib
 import enum
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from keras_mp.display.messages import warn
 
@@ -23,18 +24,34 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def train_step() -> Iterator[None]:
+def train_step() -> Iterator[list[Any]]:
     """Marks the Python run (or trace) of one `train_step` of `fit`.
 
     Within it a gradient counts as scaled only if the step itself scaled a loss: the
     `train_step` of Keras' "customize fit()" guides never does.
+
+    Yields:
+        The optimizers that update, once for each time.
     """
-    before = getattr(_thread, "seen", None)
-    _thread.seen = set()
+    before = getattr(_thread, "seen", None), getattr(_thread, "updates", None)
+    _thread.seen, _thread.updates = set(), []
+    try:
+        yield _thread.updates
+    finally:
+        _thread.seen, _thread.updates = before
+
+
+@contextlib.contextmanager
+def update_by(optimizer: Any) -> Iterator[None]:
+    """Marks an update; one that is made within another is a part of it."""
+    updates = getattr(_thread, "updates", None)
+    if updates is not None:
+        updates.append(optimizer)
+    _thread.updates = None
     try:
         yield
     finally:
-        _thread.seen = before
+        _thread.updates = updates
 
 
 def in_train_step() -> bool:

@@ -6,7 +6,7 @@ gradients that were not finite, and the watches of Python's own.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -19,12 +19,22 @@ from keras_mp.loss_scaling.stage import GradientStage
 from keras_mp.loss_scaling.underflow import UnderflowWatch
 
 
+class Counts(NamedTuple):
+    """How many steps were applied, skipped, and skipped though no scale could help."""
+
+    applied: int
+    skipped: int
+    broken: int
+
+
 class LossScaling:
     """The state of loss scaling of one optimizer.
 
     Args:
         rule: how the loss scale moves.
         max_consecutive_skips: see `SkipWatch`.
+        retake_steps: in so many first steps `fit` takes a skipped step again; None
+            for always.
         add_variable: (initial value, name) -> a variable of the optimizer.
 
     Attributes:
@@ -34,12 +44,17 @@ class LossScaling:
         nonfinite_counts: a variable, see `nonfinite.py`; None before `build`.
         before_skip: on torch, the values of the state before the first skipped update
             of a train step, which sets it to None when it begins.
+        retakes: whether `fit` may still be among its first `retake_steps`.
+        one_update: whether the last train step that Python saw makes this optimizer's
+            update and has no other effect that is known, so that it may be taken again.
+        counts: what Python knows of the steps so far; None if it has to ask.
     """
 
     def __init__(
         self,
         rule: LossScaleRule,
         max_consecutive_skips: int | None,
+        retake_steps: int | None,
         add_variable: Callable[[Any, str], keras.Variable],
     ) -> None:
         self.rule = rule
@@ -48,6 +63,10 @@ class LossScaling:
         self.skips = SkipWatch(max_consecutive_skips, lowest)
         self.underflow = UnderflowWatch()
         self.before_skip: list[Any] | None = None
+        self.retake_steps = retake_steps
+        self.retakes = retake_steps != 0
+        self.one_update = True
+        self.counts: Counts | None = None
         self._add_variable = add_variable
         # Created here, not in `build`: a compiled function that reads the scale before
         # the optimizer is built would otherwise keep its first value for ever. Order
@@ -79,9 +98,13 @@ class LossScaling:
             self.before_skip = [ops.copy(v.value) for v in self.variables]
 
     def resume(self) -> None:
-        """Takes the skips that a checkpoint holds for reported already."""
+        """Takes the skips that a checkpoint holds for reported already.
+
+        Its steps may be among the first.
+        """
         skipped, broken = self.skipped_steps.value, self.broken_steps.value
         self.skips.resume(int(ops.copy(skipped)), int(ops.copy(broken)))
+        self.retakes, self.counts = self.retake_steps != 0, None
 
     def after_broken_step(self, values: Sequence[Any]) -> LossScaleState:
         """What a state of these values becomes if the loss of a step was not finite."""

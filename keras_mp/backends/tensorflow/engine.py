@@ -125,6 +125,12 @@ class TensorFlowEngine(Engine):
 
         return undoing
 
+    def calls_python(self) -> bool:
+        if tf.executing_eagerly():
+            return False
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        return any(op.type in ("PyFunc", "EagerPyFunc") for op in operations)
+
     def build(self, model: Any, data: Any) -> None:
         # Keras on TensorFlow leaves it to the first step. The optimizer, and the
         # variables that a skipped step must not touch, are known once it is built.

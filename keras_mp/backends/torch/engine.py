@@ -120,6 +120,9 @@ class TorchEngine(Engine):
 
         return undoing
 
+    def may_have_skipped(self, scaling: Any) -> bool:
+        return scaling.before_skip is not None
+
     def other_workers(self, model: Any) -> str:
         if not (distributed.is_available() and distributed.is_initialized()):
             return ""
