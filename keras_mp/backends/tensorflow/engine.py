@@ -29,6 +29,12 @@ from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_fin
 from keras_mp.keras_seams import private
 
 
+# Of a dataset of one batch: to optimize it takes longer than to read it.
+_AT_ONCE = tf.data.Options()
+_AT_ONCE.autotune.enabled = False
+_AT_ONCE.experimental_optimization.apply_default_optimizations = False
+
+
 class TensorFlowEngine(Engine):
     """Steps are eager, graphs, or compiled by XLA; on one replica or several."""
 
@@ -152,7 +158,8 @@ class TensorFlowEngine(Engine):
             return iter([batch])  # Of `train_on_batch`, not of `fit`.
         # An iterator of the same specification, or the function is traced anew, for
         # the shape of this batch.
-        variant = tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(batch))
+        dataset = tf.data.Dataset.from_tensors(batch).with_options(_AT_ONCE)
+        variant = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(variant, iterator.element_spec))
 
     def other_workers(self, model: Any) -> str:
