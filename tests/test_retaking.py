@@ -16,15 +16,14 @@ X = RANDOM.normal(scale=30, size=(48, 16)).astype("float32")
 Y = RANDOM.integers(0, 4, 48)
 HIGH = 2.0**28  # Ten halvings and more from what fits.
 WAYS = {
-    "jitted": {"jit_compile": True},
-    "not jitted": {"jit_compile": False},
+    "compiled": {},
     "eagerly": {"run_eagerly": True},
     "three steps per execution": {"steps_per_execution": 3},
 }
 if BACKEND == "torch":
     WAYS = {"eagerly": {}}
 if BACKEND == "jax":
-    del WAYS["eagerly"]  # Its jit is what `run_eagerly` leaves out: minutes.
+    del WAYS["eagerly"]
 ways = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 
 
@@ -191,6 +190,25 @@ def test_whatever_the_data_are(kind):
     retaken = fitted(HIGH)
     assert int(retaken[0].optimizer.iterations) == 6
     assert_equal(retaken, fitted(float(retaken[0].optimizer.loss_scale)))
+
+
+def test_where_nothing_overflows_the_scales_are_those_of_keras():
+    class Scales(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen.append(float(values([self.model.optimizer.dynamic_scale])[0]))
+
+    found = []
+    for wrapper in (keras_mp.LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
+        scales = Scales()
+        adam = keras.optimizers.Adam()
+        optimizer = wrapper(adam, initial_scale=4.0, dynamic_growth_steps=3)
+        trained(optimizer, callbacks=[scales])
+        found.append(scales.seen)
+    assert found[0] == found[1] and found[0][-1] == 2.0**6
 
 
 # For how long -----------------------------------------------------------------------

@@ -5,6 +5,11 @@ would have been at that scale: no batch is lost to a first scale that is too hig
 
 Where the lowest scale does not help either, or the loss is not finite, the batch is to
 blame. It is skipped, and the scale is what it is after one skip.
+
+Measured, and left: to back off by more than half (one halving is enough mostly); to
+choose the first scale by a pass in bfloat16 (2^17 for a regression that needs 2^8 by
+its 60th step); to try again inside of the program (twice the operations); to grow only
+where there is headroom (half of the later skips, but other scales than Keras').
 """
 
 from collections.abc import Callable, Sequence

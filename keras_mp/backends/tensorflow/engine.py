@@ -28,7 +28,6 @@ from keras_mp.backends.tensorflow.writes import written_where
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
 
-
 # Of a dataset of one batch: to optimize it takes longer than to read it.
 _AT_ONCE = tf.data.Options()
 _AT_ONCE.autotune.enabled = False
