@@ -395,7 +395,7 @@ def test_the_update_that_is_lost_is_lost(weight):
     sgd = optimizers.SGD(1.0)
     with pytest.warns(UserWarning, match="1/512"):
         for _ in range(100):
-            sgd.apply([keras.ops.cast(weight * 0.99 / 512, "bfloat16")], [variable])
+            sgd.apply([keras.ops.cast([weight * 0.99 / 512], "bfloat16")], [variable])
     np.testing.assert_array_equal(*values([variable]), before)
 
 
