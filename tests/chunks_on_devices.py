@@ -3,22 +3,13 @@
 import json
 
 import keras
+from distributions import distribution
 from test_chunks import IDS, decoder
 
 import keras_mp
 from keras_mp.backends import products
 from keras_mp.backends.jax import chunks
 from keras_mp.policies import weights
-
-
-def distribution(kind):
-    if kind == "data":
-        return keras.distribution.DataParallel()
-    devices = keras.distribution.list_devices()
-    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
-    layout_map = keras.distribution.LayoutMap(mesh)
-    layout_map[".*embeddings"] = "model", None  # Its classes are parted.
-    return keras.distribution.ModelParallel(layout_map=layout_map)
 
 
 def main():
@@ -34,7 +25,9 @@ def main():
     found = {}
     for kind in ("one", "data", "model"):
         if kind != "one":
-            keras.distribution.set_distribution(distribution(kind))
+            # The classes are parted.
+            parted = distribution(kind, ".*embeddings", ("model", None))
+            keras.distribution.set_distribution(parted)
         made.clear()
         model = decoder()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

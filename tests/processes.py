@@ -47,3 +47,11 @@ def run(script, *args, processes=1, **environment):
     for process, (_, errors) in zip(started, outputs, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def on_four_devices(script):
+    """What a script prints last where JAX finds four devices, as JSON."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    more = "--xla_force_host_platform_device_count=4"
+    (found,) = run(script, XLA_FLAGS=f"{flags} {more}")
+    return found

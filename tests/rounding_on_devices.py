@@ -4,6 +4,7 @@ import json
 
 import keras
 import numpy as np
+from distributions import distribution
 from keras import layers
 
 import keras_mp
@@ -11,16 +12,6 @@ import keras_mp
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(128, 64)).astype("float32")
 Y = X[:, :8].argmax(1)
-
-
-def distribution(kind):
-    if kind == "data":
-        return keras.distribution.DataParallel()
-    devices = keras.distribution.list_devices()
-    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
-    layout_map = keras.distribution.LayoutMap(mesh)
-    layout_map[".*large.kernel.*"] = None, "model"  # Of its slots, too.
-    return keras.distribution.ModelParallel(layout_map=layout_map)
 
 
 def trained():
@@ -51,7 +42,9 @@ def main():
     found = {}
     for kind in ("one", "data", "model"):
         if kind != "one":
-            keras.distribution.set_distribution(distribution(kind))
+            # The layout is that of its slots, too.
+            parted = distribution(kind, ".*large.kernel.*", (None, "model"))
+            keras.distribution.set_distribution(parted)
         model, losses = trained()
         kernel = model.get_layer("large").kernel
         state = [v for v in model.optimizer.variables if "large_kernel" in v.path]

@@ -1,7 +1,6 @@
 """The policy `BFloat16`: weights in two bytes, which train as float32 ones do."""
 
 import copy
-import os
 import pickle
 
 import keras
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from backends import values, without_us
 from keras import layers, optimizers
-from processes import run
+from processes import on_four_devices
 
 import keras_mp
 from keras_mp import BFloat16, StochasticRoundingOptimizer
@@ -131,6 +130,41 @@ def test_a_rule_that_speaks_after_a_layer_was_built_brings_its_weights_along():
     layer(X)
     assert set(dtypes_of(layer).values()) == {"float32"}
     assert (values([layer.kernel])[0] == before).all()
+
+
+class Block(layers.Layer):
+    """As KerasHub's: in a graph its layer is built, and is called in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(WIDTH, activation="relu")
+
+    def build(self, shape):
+        self.hidden.build(shape)
+
+    def call(self, x):
+        return self.hidden(x)
+
+    def compute_output_shape(self, shape):
+        return (*shape[:-1], WIDTH)
+
+
+def test_what_a_layer_asks_for_in_float32_stays_so():
+    """Keras makes the matrices of LoRA float32, whatever the policy."""
+    block = Block()
+    model = keras.Sequential([keras.Input((16,)), block, layers.Dense(4)])
+    block.hidden.enable_lora(4)
+    block.hidden.bias.trainable = model.layers[-1].trainable = False
+    assert not is_rounding(compiled(model).optimizer)
+    losses = trained(model, epochs=2)
+    assert losses[1] < losses[0]
+    assert dtypes_of(block.hidden) == {
+        "kernel": "bfloat16",
+        "bias": "bfloat16",
+        "lora_kernel_a": "float32",
+        "lora_kernel_b": "float32",
+    }
+    assert not is_rounding(model.optimizer)
 
 
 def test_a_head_in_the_middle_of_another_model_has_bfloat16_weights_again():
@@ -466,10 +500,7 @@ def test_compare_trains_under_it():
 
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="keras.distribution")
 def test_on_several_devices_weights_are_the_same_everywhere():
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    )
-    (found,) = run("rounding_on_devices.py", XLA_FLAGS=flags)
+    found = on_four_devices("rounding_on_devices.py")
     one = found["one"]
     assert one["losses"][-1] < 0.75 * one["losses"][0]
     # Copies of each part; whole kernels on four devices, halves on two of them each.

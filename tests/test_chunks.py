@@ -1,7 +1,5 @@
 """A large head and its loss in chunks of the classes, beside the loss of all logits."""
 
-import os
-
 import keras
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 from keras import layers, ops
-from processes import run
+from processes import on_four_devices
 
 import keras_mp
 from keras_mp.backends import products
@@ -398,10 +396,7 @@ def test_for_accuracy_a_narrow_head_computes_half_of_its_logits_again():
 
 
 def test_on_several_devices_losses_are_the_same():
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    )
-    (found,) = run("chunks_on_devices.py", XLA_FLAGS=flags)
+    found = on_four_devices("chunks_on_devices.py")
     numbers = {kind: number for kind, (number, _) in found.items()}
     # A device has a quarter of the examples, and so half the chunks. Where classes may
     # be parted the loss is Keras' own.

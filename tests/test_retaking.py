@@ -289,7 +289,7 @@ def test_a_batch_that_no_scale_suits_is_skipped_once(how):
     assert same_bits(values(retaken.variables), values(never.variables))
 
 
-def test_a_loss_that_is_not_finite_is_not_taken_again(monkeypatch):
+def test_a_loss_that_is_not_finite_is_not_taken_again():
     x = X.copy()
     x[8:16] = np.nan
     with pytest.warns(UserWarning, match="the loss is not finite"):
@@ -325,7 +325,6 @@ def test_a_step_with_a_second_optimizer_is_not_taken_again():
     assert skipped > 1 and int(model.optimizer.iterations) == 6 - skipped
     if BACKEND != "jax":  # Once for each batch.
         assert values([counted]) == [6.0]
-    assert int(model.optimizer.iterations) + int(model.optimizer.skipped_steps) == 6
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="its graphs show it")
@@ -379,7 +378,7 @@ def test_the_breakpoint_is_for_batches_that_are_skipped(tmp_path):
 def test_the_monitor_counts_tries():
     monitor = keras_mp.callbacks.LossScaleMonitor()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of a scale that keeps falling.
+        warnings.filterwarnings("ignore", "The loss scale has fallen")  # As it has.
         model, history, seen = trained(scaler(), callbacks=[monitor])
     skipped = int(model.optimizer.skipped_steps)
     assert history["skipped_steps"][-1] == skipped >= 10

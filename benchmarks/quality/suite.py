@@ -147,5 +147,6 @@ SUITE = Suite(
     slow=[task.name for task in TASKS if not task.is_possible],
     in_short=["words", "small-steps", "sigmoids", "regression"],
     one_backend=True,  # It takes long.
+    limit=1800.0,
     environment=lambda about: {"TF_ENABLE_ONEDNN_OPTS": "0"},
 )

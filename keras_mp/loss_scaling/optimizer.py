@@ -65,10 +65,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             twice as many. Compiled loops of your own call `raise_if_diverged`.
         retake_steps: within so many first steps `fit` and `train_on_batch` take a batch
             whose step was skipped again, at the lower scale, until the step is applied:
-            no batch is lost to the first scale. `skipped_steps` counts each try. Not
-            where a `train_step` of your own updates anything else, nor where the loss
-            is not finite or the scale is the lowest. Such a step waits for the device.
-            0 for never, None for always.
+            no batch is lost to the first scale. Each of these steps waits for the
+            device, and `skipped_steps` counts each try. A step is not taken again if a
+            second optimizer updates in it, if it calls Python from a graph of
+            TensorFlow, if its loss is not finite, or if the scale is the lowest. 0 for
+            never, None for always.
         name: name of the optimizer.
 
     Raises:

@@ -25,7 +25,7 @@ from keras_mp.loss_scaling.state import Counts
 
 def call(model: Any, train_function: Callable, *args: Any) -> Any:
     """Makes one call of a train function, and takes what it skips again."""
-    if not _may_retake(model.optimizer, engine.optimizer_values(args)):
+    if not _may_retake(model, engine.optimizer_values(args)):
         return train_function(*args)
 
     def take(batch: Any, state: Any, once: Callable) -> tuple[Any, Any]:
@@ -34,12 +34,13 @@ def call(model: Any, train_function: Callable, *args: Any) -> Any:
     return engine.run_by_batch(train_function, args, model.steps_per_execution, take)
 
 
-def _may_retake(optimizer: Any, values: Sequence[Any] | None) -> bool:
-    scaling = loss_scaling_of(optimizer)
+def _may_retake(model: Any, values: Sequence[Any] | None) -> bool:
+    scaling = loss_scaling_of(model.optimizer)
     if scaling is None:
-        return not getattr(optimizer, "built", True)  # It may be wrapped yet.
+        # On TensorFlow the first step may build layers that need loss scaling.
+        return not model.built
     if scaling.retakes and scaling.retake_steps is not None:
-        applied = _counts(optimizer, values).applied
+        applied = _counts(model.optimizer, values).applied
         scaling.retakes = applied < scaling.retake_steps
     return scaling.retakes and scaling.one_update
 

@@ -202,9 +202,12 @@ def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
 
 def _set(layer: Any, decision: Decision, large: bool = False) -> None:
     """Gives a layer what was decided for it; `large`: as a head with large kernels."""
+    before = layer.variable_dtype
     layer.dtype_policy = decision.policy
     record_of(layer).decision = decision
     chooser = decision.chooser or chooser_of(decision.policy)
     if chooser is not None and chooser.variable_dtype == BFLOAT16:
         dtype = decision.policy.variable_dtype
-        bring_to(dtype, layer, large=BFLOAT16 if large else dtype)
+        # Where that was and stays bfloat16, float32 is what somebody asked for: LoRA.
+        if not dtype == before == BFLOAT16:
+            bring_to(dtype, layer, large=BFLOAT16 if large else dtype)
