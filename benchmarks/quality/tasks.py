@@ -60,6 +60,7 @@ class Task(NamedTuple):
 # Handwritten digits ---------------------------------------------------------------
 
 _CLASSES = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+_TOKENS = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
 
 
 def _digits() -> Data:
@@ -154,8 +155,7 @@ def _windows(ids: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _language_model(vocabulary: int) -> Any:
     model = models.decoder(vocabulary, LENGTH, width=64, depth=2, heads=4)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return model, keras.optimizers.Adam(3e-3, global_clipnorm=1.0), {"loss": loss}
+    return model, keras.optimizers.Adam(3e-3, global_clipnorm=1.0), _TOKENS
 
 
 # A small Gemma that has read Python's library and now reads its manual --------------
@@ -170,8 +170,7 @@ def _fine_tuned(lora: bool) -> Any:
     model = _gemma(lora)
     for variable, value in zip(_without_lora(model), pretrained, strict=True):
         variable.assign(value)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return model, keras.optimizers.AdamW(1e-2 if lora else 1e-3), {"loss": loss}
+    return model, keras.optimizers.AdamW(1e-2 if lora else 1e-3), _TOKENS
 
 
 def _gemma(lora: bool) -> Any:
@@ -205,8 +204,7 @@ def _weights_of_the_library() -> list[np.ndarray]:
     """Of one epoch in float32."""
     with keras_mp.policy_scope("float32"):
         model = _gemma(lora=False)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.AdamW(3e-3), loss)
+    model.compile(keras.optimizers.AdamW(3e-3), **_TOKENS)
     data = _words()
     model.fit(data.x, data.y, batch_size=32, verbose=0)
     return list(model.get_weights())
