@@ -35,7 +35,8 @@ FAMILIES = (
 HEAD = """\
 What each layer computes in after a train step under {policy}, on JAX, and the
 operands of the step's products. Written by `make sweep-dtypes`. Layers of one class
-that are alike share a line, unless they compute in float32.
+that are alike share a line, unless they compute in float32 for another rule than one
+about their class.
 """
 
 
@@ -78,7 +79,9 @@ def _lines(case: Any, policy: str) -> Iterator[str]:
         name = f"{layer.class_name}: {layer.compute_dtype}"
         if layer.variable_dtype != "float32":
             name = f"{name}, weights {layer.variable_dtype}"
-        if layer.compute_dtype == "float32":
+        if layer.decided_by == layer.class_name:  # A rule about its class.
+            name = f"{name} ({layer.decided_by})"
+        elif layer.compute_dtype == "float32":
             name = f"{name}, {layer.path} ({layer.decided_by})"
         counts[name] = counts.get(name, 0) + 1
     for name in sorted(counts):
