@@ -202,7 +202,7 @@ def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
 
 def _set(layer: Any, decision: Decision, large: bool = False) -> None:
     """Gives a layer what was decided for it; `large`: as a head with large kernels."""
-    before = layer.variable_dtype
+    before = getattr(policy_of(layer), "variable_dtype", None)
     layer.dtype_policy = decision.policy
     record_of(layer).decision = decision
     chooser = decision.chooser or chooser_of(decision.policy)
