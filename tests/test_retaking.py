@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from backends import BACKEND, same_bits, scaling_model, values
 from keras import layers
+from processes import on_four_devices
 
 import keras_mp
 from keras_mp.loss_scaling import retaking
@@ -184,7 +185,13 @@ def test_whatever_the_data_are(kind):
     def fitted(scale):
         model = compiled(scaler(scale))
         keras.utils.set_random_seed(1)
-        history = model.fit(make(), shuffle=False, steps_per_epoch=6, verbose=0)
+        history = model.fit(
+            make(),
+            validation_data=(X[:16], Y[:16]),
+            shuffle=False,
+            steps_per_epoch=6,
+            verbose=0,
+        )
         return model, history.history
 
     retaken = fitted(HIGH)
@@ -349,6 +356,19 @@ def test_a_train_step_of_the_users_that_scales_is_taken_again():
     trained(scaler(), model)
     assert int(model.optimizer.skipped_steps) >= 10
     assert int(model.optimizer.iterations) == 12
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="keras.distribution")
+def test_on_several_devices_too():
+    for found in on_four_devices("retaking_on_devices.py").values():
+        assert found.pop("overflowed") == np.log2(found.pop("halvings")) >= 10
+        assert found == {
+            "applied": 12,
+            "overflowed at the right scale": 0,
+            "logs are equal": True,
+            "differ": [],
+            "devices": 4,
+        }
 
 
 # Beside it --------------------------------------------------------------------------
