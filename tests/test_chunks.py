@@ -285,7 +285,8 @@ def test_the_largest_logit_is_the_one_that_argmax_finds():
     found = one_pass.log_sums_and_largest(jnp.asarray(logits))
     np.testing.assert_array_equal(found[2], jnp.argmax(logits, -1))
     np.testing.assert_array_equal(found[1][3:], logits[3:].max(-1))
-    np.testing.assert_array_equal(found[0], one_pass.log_sums(jnp.asarray(logits)))
+    sums = one_pass.log_sums(jnp.asarray(logits))
+    np.testing.assert_allclose(found[0], sums, rtol=1e-6)  # Of two passes on CPUs.
 
 
 def test_a_loss_of_an_inner_program_tells_the_outer_one_nothing(every_head_is_large):

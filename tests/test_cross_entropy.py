@@ -1,6 +1,7 @@
-"""Sparse cross-entropy of a large head's logits, in one pass over them."""
+"""Sparse cross-entropy of a head's logits, in one pass over them."""
 
 import gc
+import re
 
 import keras
 import numpy as np
@@ -116,18 +117,60 @@ def test_a_tpu_sums_what_others_gather():
     assert gathers == {"tpu": False, "cuda": True, "cpu": True}
 
 
-@pytest.mark.parametrize("activation", [None, "softmax"])
-@pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
-def test_the_loss_of_a_large_head_has_no_one_hot(units, activation):
-    keras_mp.set_global_policy("mixed_float16")
-    head = layers.Dense(units, activation)
-    model = keras.Sequential([keras.Input((16,)), layers.Dense(256), head])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not activation)
+def one_pass_and_one_hot(head, **options):
+    """Are they in the traced step of a model that ends so?"""
+    inputs = keras.Input((4, 4, 2))
+    model = keras.Model(inputs, head(layers.Conv2D(256, 1)(inputs)))
+    loss = keras.losses.SparseCategoricalCrossentropy(**options)
     model.compile("sgd", loss)
     model.optimizer.build(model.trainable_variables)
-    batch = np.ones((4, 16), "float32"), np.zeros((4,), "int32")
-    text = str(jaxpr_of(model, batch))
-    one_pass = "_of_both" in text, "_one_hot" not in text
-    assert one_pass == ((True, True) if units * 256 >= LARGE else (False, False))
+    labels = np.zeros((3, *model.output_shape[1:-1]), "int32")
+    text = str(jaxpr_of(model, (np.ones((3, 4, 4, 2), "float32"), labels)))
     gc.collect()
     assert not known_logits._known  # Nothing of a trace stays behind.
+    return "_of_both" in text, "_one_hot" in text
+
+
+ONE_PASS, KERAS = (True, False), (False, True)
+
+
+@pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
+def test_the_loss_of_a_head_has_no_one_hot(units):
+    keras_mp.set_global_policy("mixed_float16")
+    heads = {
+        "dense": layers.Dense(units),
+        "convolution": layers.Conv2D(units, 1),
+        "resized": keras.Sequential(
+            [
+                layers.Conv2D(units, 1),
+                layers.Resizing(8, 8, data_format="channels_last"),
+            ]
+        ),
+        "flat": keras.Sequential([layers.Flatten(), layers.Dense(units)]),
+    }
+    for name, head in heads.items():
+        assert one_pass_and_one_hot(head, from_logits=True) == ONE_PASS, name
+    certain = keras.Sequential([layers.Dense(units), layers.Activation("softmax")])
+    assert one_pass_and_one_hot(certain) == ONE_PASS
+    # A softmax within a layer shows its logits where its product is ours.
+    expected = ONE_PASS if units * 256 >= LARGE else KERAS
+    assert one_pass_and_one_hot(layers.Dense(units, "softmax")) == expected
+
+
+def test_the_loss_of_a_float32_model_is_keras_own():
+    head = layers.Dense(LARGE // 256)
+    assert one_pass_and_one_hot(head, from_logits=True) == KERAS
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_one_pass_sums_what_two_passes_do_on_cpus(logits):
+    logits = np.concatenate([logits, np.full_like(logits, -np.inf)])
+    found, expected = one_pass._in_one_pass(logits), one_pass._in_two_passes(logits)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    lowered = jax.jit(one_pass.log_sums).trace(logits)
+    pairs = {
+        platform: bool(re.search(r"stablehlo.reduce\(.* init: .*\), \(", text))
+        for platform in ("cuda", "tpu", "cpu")
+        for text in [lowered.lower(lowering_platforms=(platform,)).as_text()]
+    }
+    assert pairs == {"cuda": True, "tpu": True, "cpu": False}

@@ -329,7 +329,7 @@ class Engine:
         return contextlib.nullcontext()
 
     def note_logits(self, outputs: Any) -> None:
-        """Remembers what a large head returned, for the loss that will read it."""
+        """Remembers what a head returned, for the loss that will read it."""
         return
 
     half_products = ""

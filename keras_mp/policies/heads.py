@@ -6,6 +6,7 @@ NVIDIA's GPUs float32 products are TF32 anyway, with the 10 bits of float16, and
 passes in bfloat16.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,14 +44,18 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     features are not rounded. So they are in the products of the gradient, unless it is
     float16 and its loss is not scaled.
     """
+    decision = decision_for(layer)
+    if decision is None or not decision.head:
+        return original()
     dtype = half_products(layer, inputs)
     if dtype is None:
-        decision = decision_for(layer)
-        if decision is None or not decision.head or not has_bfloat16(layer.weights):
-            return original()
-        # A bfloat16 kernel meets what a float32 layer returns.
-        with private.AutocastScope("float32"):
-            return original()
+        scope: Any = contextlib.nullcontext()
+        if has_bfloat16(layer.weights):  # They meet what a float32 layer returns.
+            scope = private.AutocastScope("float32")
+        with scope:
+            outputs = original()
+        engine.note_logits(outputs)
+        return outputs
     keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
     gradient = dtype if keeps_range else "float32"
     tied = any(getattr(x, "tie_weights", False) for x in private.layers_in(layer))

@@ -1,4 +1,4 @@
-"""The cross-entropy of what a large head returns.
+"""The cross-entropy of what a head returns.
 
 It is computed from the logits of the head, also if that returns their softmax.
 """

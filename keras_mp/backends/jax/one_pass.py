@@ -53,8 +53,20 @@ def _derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
 @jax.custom_jvp
 def log_sums(logits: Any) -> Any:
     """The logarithms of the sums of the exponentials: (..., classes) to (...,)."""
+    # XLA has no fast reduction of pairs on CPUs: 6.3 ms for 0.6 ms of (512, 1000).
+    return lax.platform_dependent(logits, cpu=_in_two_passes, default=_in_one_pass)
+
+
+def _in_one_pass(logits: Any) -> Any:
     largest, total = _reduced(_of_both, logits)
     return largest + jnp.log(total)
+
+
+def _in_two_passes(logits: Any) -> Any:
+    lowest = jnp.finfo(logits.dtype).min
+    largest = jnp.max(logits, axis=-1, keepdims=True, initial=lowest)
+    total = jnp.sum(jnp.exp(logits - largest), axis=-1)
+    return largest[..., 0] + jnp.log(total)
 
 
 def log_sums_and_largest(logits: Any) -> tuple[Any, Any, Any]:
