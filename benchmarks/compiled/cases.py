@@ -20,43 +20,47 @@ class Case(NamedTuple):
         build: makes the model.
         batch: examples.
         inputs: shape and dtype of one example, or of each input by its name.
-        target: shape and dtype of one target; integers are classes.
+        target: the same of one target; integers are classes.
         depth: of a decoder that is written by hand, too.
         devices: names of the devices that it is compiled for.
         options: of XLA.
         package: what it needs beside Keras.
+        own_losses: whether its `compile` knows its losses.
     """
 
     title: str
     build: Callable[[], Any]
     batch: int
     inputs: Any
-    target: tuple[tuple[int, ...], str]
+    target: Any
     depth: int = 0
     devices: tuple[str, ...] = ("H100", "TPU v5e")
     options: tuple[tuple[str, Any], ...] = ()
     package: str = "keras"
+    own_losses: bool = False
 
     @property
     def is_possible(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
 
-    @property
-    def loss(self) -> Any:
-        classes = self.target[1] == "int32"
+    def compile(self, model: Any, optimizer: Any) -> None:
+        if self.own_losses:
+            model.compile(optimizer)
+            return
         sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        return sparse if classes else "mse"
+        loss = sparse if self.target[1] == "int32" else "mse"
+        model.compile(optimizer, loss, metrics=[])
 
     def data(self) -> tuple[Any, Any]:
         """A batch of zeros: (x, y)."""
 
-        def zeros(spec: Any) -> np.ndarray:
-            shape, dtype = spec
+        def zeros(specs: Any) -> Any:
+            if isinstance(specs, dict):
+                return {name: zeros(spec) for name, spec in specs.items()}
+            shape, dtype = specs
             return np.zeros((self.batch, *shape), dtype)
 
-        named = isinstance(self.inputs, dict)
-        x = {name: zeros(spec) for name, spec in self.inputs.items()} if named else None
-        return x if named else zeros(self.inputs), zeros(self.target)
+        return zeros(self.inputs), zeros(self.target)
 
 
 IDS, IMAGES = ((LENGTH,), "int32"), ((224, 224, 3), "float32")
@@ -116,6 +120,24 @@ def _segmenter() -> Any:
     return keras_hub.models.SegFormerImageSegmenter(
         backbone=backbone, num_classes=150, preprocessor=None
     )
+
+
+def _detector() -> Any:
+    import keras_hub
+
+    encoder = keras_hub.models.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[7],
+        stackwise_num_filters=[64, 128, 256, 512],
+        stackwise_num_blocks=[3, 4, 6, 3],
+        stackwise_num_strides=[1, 2, 2, 2],
+        block_type="bottleneck_block",
+        image_shape=(512, 512, 3),
+    )
+    backbone = keras_hub.models.RetinaNetBackbone(
+        encoder, 3, 7, use_p5=False, image_shape=(512, 512, 3)
+    )
+    return keras_hub.models.RetinaNetObjectDetector(backbone, 80, preprocessor=None)
 
 
 def _classifier(name: str) -> Any:
@@ -209,6 +231,16 @@ CASES = {
         devices=("H100",),
         options=NO_TRITON,
         package="keras_hub",
+    ),
+    "RetinaNet": Case(
+        "KerasHub's RetinaNetObjectDetector, ResNet-50, 8 images of 512 x 512",
+        _detector,
+        *(8, ((512, 512, 3), "float32")),
+        {"boxes": ((20, 4), "float32"), "labels": ((20,), "float32")},
+        devices=("H100",),
+        options=NO_TRITON,
+        package="keras_hub",
+        own_losses=True,
     ),
     "BERT": _of_hub(
         "BertTextClassifier",

@@ -62,7 +62,7 @@ def _step(case: Case, device: Device, way: str) -> tuple[Any, tuple]:
         uninstall()
     keras.config.set_dtype_policy(_policy(device, way))
     model = case.build()
-    model.compile(keras.optimizers.Adam(1e-4), case.loss, metrics=[])
+    case.compile(model, keras.optimizers.Adam(1e-4))
     data = case.data()
     model.optimizer.build(model.trainable_variables)
     private.build_from_batch(model, data)
