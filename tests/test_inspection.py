@@ -108,6 +108,21 @@ def test_how_the_loss_reads_large_logits_is_said(metrics, recompute, sentence):
         assert not found.losses
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="there it is the gradient alone")
+def test_in_how_many_chunks_the_gradient_of_logits_is_computed_is_said():
+    keras_mp.set_global_policy("mixed_float16")
+    ids = keras.Input((1024,), dtype="int32")
+    x = layers.Embedding(LARGE // 32, 32)(ids)
+    model = keras.Model(ids, layers.Dense(LARGE // 32, name="head")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["sparse_top_k_categorical_accuracy"])
+    (sentence,) = keras_mp.inspect(model).losses
+    assert sentence == (
+        "head: head and loss are differentiated in 16 chunks on NVIDIA's GPUs: the "
+        "gradient of the logits would take 1.1 GB (batches of 32)."
+    )
+
+
 def test_a_layer_that_was_never_called_is_undecided_and_its_weights_are_not_known():
     model = keras.Sequential([layers.Dense(8, dtype=keras_mp.MixedFloat16())])
     (row,) = keras_mp.inspect(model).layers

@@ -13,6 +13,7 @@ from benchmarks.kernels.tables import (
     AMP,
     CONVOLUTIONS,
     DECODER,
+    LOGITS,
     OURS,
     SUBCLASSED,
     tables,
@@ -20,7 +21,8 @@ from benchmarks.kernels.tables import (
 
 # Smaller than in the suite: a float16 product on a CPU takes its time.
 SMALL = {
-    DECODER: {"vocabulary": 512, "length": 32, "width": 64, "depth": 4, "heads": 4}
+    DECODER: {"vocabulary": 512, "length": 32, "width": 64, "depth": 4, "heads": 4},
+    LOGITS: {"vocabulary": 65536, "length": 128, "width": 8, "depth": 1, "heads": 1},
 }
 
 
@@ -48,6 +50,13 @@ def test_a_step_has_hardly_more_kernels_than_torch_amp(counts, case, most):
 def test_a_step_takes_no_more_memory_than_torch_amp(counts, case):
     # A model with a graph keeps all that it computes until its call is over.
     assert counts[case, OURS].peak <= 1.1 * counts[case, AMP].peak
+
+
+def test_of_large_logits_it_takes_half_as_much(counts):
+    ours, amp = counts[LOGITS, OURS], counts[LOGITS, AMP]
+    assert ours.peak <= 0.55 * amp.peak
+    assert ours.bytes <= 1.2 * amp.bytes
+    assert ours.waits == 1
 
 
 def test_what_is_counted():
@@ -87,4 +96,4 @@ def test_the_table_compares_with_torch_amp():
     text = table.markdown()
     assert "| torch.amp | 100 | 2.0 MB | 3.0 MB | 0 |" in text
     assert "| keras_mp | 150 (1.50) | 2.2 MB (1.10) | 3.0 MB (1.00) | 1 |" in text
-    assert text.count("not measured") == 2
+    assert text.count("not measured") == 3

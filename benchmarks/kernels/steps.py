@@ -20,6 +20,7 @@ from benchmarks.kernels.tables import (
     DECODER,
     FLOAT32,
     KERAS,
+    LOGITS,
     OURS,
     SUBCLASSED,
 )
@@ -76,6 +77,12 @@ _CONVOLUTIONS = KernelCase(
 CASES = {
     DECODER: KernelCase(
         {"vocabulary": 4096, "length": 128, "width": 256, "depth": 4, "heads": 4},
+        4,
+        models.decoder,
+        peers.Decoder,
+    ),
+    LOGITS: KernelCase(
+        {"vocabulary": 131072, "length": 128, "width": 64, "depth": 1, "heads": 4},
         4,
         models.decoder,
         peers.Decoder,

@@ -9,8 +9,10 @@ from keras_mp.display.tables import Table
 AMP, FLOAT32, KERAS, OURS = "torch.amp", "float32", "Keras", "keras_mp"
 WAYS = (AMP, FLOAT32, KERAS, OURS)
 DECODER, CONVOLUTIONS, SUBCLASSED = "decoder", "convolutions", "subclassed"
+LOGITS = "logits"
 TITLES = {
     DECODER: "decoder, 4 blocks of 256, vocabulary 4096",
+    LOGITS: "decoder, 1 block of 64, vocabulary 131072",
     CONVOLUTIONS: "8 convolutions with BatchNormalization",
     SUBCLASSED: "the same, a subclassed model",
 }

@@ -338,8 +338,20 @@ class Engine:
     The end of a sentence, which begins with a space.
     """
 
-    loss_in_chunks = False
-    """Are a large head and its cross-entropy differentiated in chunks?"""
+    keeps_logits = False
+    """Are the logits of a loss in chunks there as a whole all the same?"""
+
+    def number_of_chunks(
+        self, size: int, width: int, logits: str, classes: bool
+    ) -> int:
+        """In how many a large head and its cross-entropy are differentiated, or 0.
+
+        Args:
+            size: bytes of its logits.
+            width: of its inputs.
+            logits, classes: as in `HalfOperands`.
+        """
+        return 0
 
     float32_in_cudnn: tuple[type, ...] = ()
     """Layers that cuDNN computes in float32 alone, where it computes them."""

@@ -27,6 +27,7 @@ from keras_mp.backends.jax import (
     rounding,
 )
 from keras_mp.backends.jax.selects import without_conditionals
+from keras_mp.backends.products import number_of_chunks
 from keras_mp.backends.repairs import broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 from keras_mp.keras_seams import private
@@ -71,7 +72,7 @@ class JaxEngine(Engine):
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiation.differentiate)
     note_logits = staticmethod(logits.note_outputs)
-    loss_in_chunks = True
+    number_of_chunks = staticmethod(number_of_chunks)
     float32_in_cudnn = (keras.layers.LSTM,)
     stochastic_rounding = staticmethod(rounding.stochastic_rounding)
     list_devices = staticmethod(devices.list_devices)

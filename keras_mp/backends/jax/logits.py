@@ -1,12 +1,10 @@
 """What a head returns, known to the loss that reads it.
 
-By the ids of tensors, as tracers take no attributes; what is known goes with its
-tensor. What a function that is traced by itself returns (`jax.checkpoint`, `jit`) is
+What a function that is traced by itself returns (`jax.checkpoint`, `jit`) is
 another tensor than the one that was known in it.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ from jax import lax
 
 from keras_mp.backends.engine import Wrapper
 from keras_mp.backends.jax.private import are_of_one_trace
+from keras_mp.backends.known import Known
 from keras_mp.backends.products import HalfOperands
 
 
@@ -61,27 +60,14 @@ class Probabilities(NamedTuple):
 
 
 _PRODUCT = object()  # In place of the product itself, which nothing may keep alive.
-_known: dict[int, tuple[weakref.ref, Any]] = {}
-_classes: dict[int, tuple[weakref.ref, Any]] = {}  # Of the largest logits.
+_known: Known[Head | Product | Probabilities] = Known()
+_classes: Known[Any] = Known()  # Of the largest logits.
+known = _known.get
 
 
 def note(tensor: Any, fact: Head | Product | Probabilities) -> None:
-    _note(_known, tensor, fact)
-
-
-def known(tensor: Any) -> Head | Product | Probabilities | None:
-    return _look_up(_known, tensor)
-
-
-def _note(facts: dict[int, tuple[weakref.ref, Any]], tensor: Any, fact: Any) -> None:
     if isinstance(tensor, jax.Array):
-        key = id(tensor)
-        facts[key] = weakref.ref(tensor, lambda _: facts.pop(key, None)), fact
-
-
-def _look_up(facts: dict[int, tuple[weakref.ref, Any]], tensor: Any) -> Any:
-    reference, fact = facts.get(id(tensor), (None, None))
-    return fact if reference is not None and reference() is tensor else None
+        _known.note(tensor, fact)
 
 
 def note_classes(losses: Any, output: Any, classes: Any) -> Any:
@@ -95,7 +81,7 @@ def note_classes(losses: Any, output: Any, classes: Any) -> Any:
     Returns:
         `losses`, to go on with.
     """
-    _note(_classes, output, classes)
+    _classes.note(output, classes)
     return _noting(losses, output, classes)
 
 
@@ -110,7 +96,7 @@ def _noting(losses: Any, output: Any, classes: Any) -> Any:
 @_noting.defjvp
 def _note_outside(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
     losses, output, classes = primals
-    _note(_classes, output, classes)
+    _classes.note(output, classes)
     return losses, tangents[0]
 
 
@@ -143,7 +129,7 @@ def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
 def _argmax(original: Callable) -> Callable:
     @functools.wraps(original)
     def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-        classes = _look_up(_classes, x) if _classes else None
+        classes = _classes.get(x) if _classes.facts else None
         is_known = classes is not None and axis in (-1, x.ndim - 1) and not keepdims
         if is_known and are_of_one_trace(x, classes):
             return classes
@@ -156,7 +142,7 @@ def _followed(original: Callable) -> Callable:
     @functools.wraps(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if kwargs or not _known:
+        if kwargs or not _known.facts:
             return result
         products = [x for x in args if isinstance(known(x), Product)]
         if len(products) == 1 and products[0].shape == result.shape:

@@ -6,7 +6,8 @@ from typing import Any
 import keras
 import torch
 
-from keras_mp.backends.torch.private import is_inside_vmap
+from keras_mp.backends.torch import logits
+from keras_mp.backends.torch.private import is_transformed
 
 
 def differentiate(
@@ -16,10 +17,11 @@ def differentiate(
 
     def see(x: Any) -> tuple[Any, bool]:
         # What is inside of torch.vmap must not leave it.
-        here = isinstance(x, torch.Tensor) and not is_inside_vmap(x)
+        here = isinstance(x, torch.Tensor) and not is_transformed(x)
         if not (here and x.is_floating_point()):
             return x, False
         seen.append(x)
+        logits.known.forget(x)  # Else the loss would not go by its gradient.
         return x, True
 
     # Keras assigns in place, where the graph may need the value of before: that of the

@@ -14,10 +14,12 @@ from keras_mp.backends import own_methods
 from keras_mp.backends.engine import Engine, Wrapper
 from keras_mp.backends.torch import (
     adam,
+    cross_entropy,
     devices,
     differentiation,
     gradients,
     layouts,
+    logits,
     normalization,
     products,
     rounding,
@@ -39,6 +41,8 @@ class TorchEngine(Engine):
     nonfinite = staticmethod(gradients.nonfinite)
     faster_updates = staticmethod(adam.in_one_kernel)
     half_products = " on NVIDIA's GPUs"
+    keeps_logits = True
+    number_of_chunks = staticmethod(cross_entropy.number_of_chunks)
     traces = False
     differentiate = staticmethod(differentiation.differentiate)
     stochastic_rounding = staticmethod(rounding.stochastic_rounding)
@@ -51,6 +55,8 @@ class TorchEngine(Engine):
         of_heads = wrappers["conv"]
         return {
             **wrappers,
+            **logits.repairs(),
+            **cross_entropy.repairs(),
             private.WRITE: writes.reach_the_variable,
             "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
             "dot_product_attention": layouts.attention_as_it_is,

@@ -2,8 +2,18 @@
 
 import torch
 
-# A tensor inside of torch.vmap must not leave it. `torch.func` has no such question.
-is_inside_vmap = torch._C._functorch.is_functorch_wrapped_tensor
+# A tensor inside of `torch.vmap` must not leave it, and a function of ours with a
+# derivative of its own is none that `torch.func` knows. It has no such question.
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_watched(x: torch.Tensor) -> bool:
+    """Does somebody want the gradient of a tensor that is no leaf?
+
+    There is no public name for the hooks that `register_hook` has noted.
+    """
+    return bool(x.retains_grad or x._backward_hooks)
+
 
 # Multiplies gradients in place and finds what is not finite, in one kernel: the one of
 # `torch.amp.GradScaler`, whose public methods want an optimizer of torch's.

@@ -13,6 +13,7 @@ from keras import ops
 from keras_mp.backends import matrices, products
 from keras_mp.backends.engine import Wrapper
 from keras_mp.backends.products import HalfOperands
+from keras_mp.backends.torch import logits
 
 # torch has the kernel since 2.8; ROCm refuses it.
 _KNOWN = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
@@ -29,8 +30,20 @@ def _have_kernel() -> bool:
 
 
 def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+    result = shaped(half_product(a, b, operands))
+    logits.note(result, logits.Product(a, b, operands))
+    return result
+
+
+def half_product(a: Any, b: Any, operands: HalfOperands) -> Any:
     half, gradient = (getattr(torch, dtype) for dtype in operands[:2])
-    return shaped(_half_product(a, b, half, gradient, operands.tied))
+    return _half_product(a, b, half, gradient, operands.tied)
+
+
+def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product of matrices of one dtype."""
+    options = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    return torch.mm(a, b, **options)
 
 
 def _half_product(a: Any, b: Any, *options: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_mp.backends import engine
-from keras_mp.backends.products import number_of_chunks, number_recomputed
+from keras_mp.backends.products import number_recomputed
 from keras_mp.display.tables import in_bytes
 from keras_mp.keras_seams import private
 from keras_mp.policies import heads
@@ -24,7 +24,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
         calls: the calls of each layer in a graph, by its id.
     """
     losses = keras.tree.flatten(getattr(model, "loss", None))
-    if not (engine.loss_in_chunks and any(map(_is_known, losses))):
+    if not any(map(_is_known, losses)):
         return ()
     sentences = []
     for layer in private.layers_in(model):
@@ -48,10 +48,12 @@ def _sentence(layer: Any, size: int, width: int) -> str:
         width: of its inputs.
     """
     mode, classes = heads.reading_of_logits(layer)
-    number = number_of_chunks(size, width, mode, classes)
-    if not number:
+    number = engine.number_of_chunks(size, width, mode, classes)
+    if engine.keeps_logits:
+        mode = "kept"
+    elif not number:
         mode = "whole"
-        number = number_of_chunks(size, width, "in chunks", classes=False)
+        number = engine.number_of_chunks(size, width, "in chunks", classes=False)
     elif number_recomputed(number, mode, classes) not in (0, number):
         mode = "half recomputed"
     if not number:
@@ -64,6 +66,8 @@ def _sentence(layer: Any, size: int, width: int) -> str:
         f"logits ({size_of}) are computed again in the backward pass",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
+        "kept": f"head and loss are differentiated {chunks}{engine.half_products}: "
+        f"the gradient of the logits would take {size_of}",
         "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
         f"head and loss are computed {chunks}",
     }
@@ -78,6 +82,8 @@ def _matrices(layer: Any) -> list[Any]:
 
 def _is_known(loss: Any) -> bool:
     """Is it computed in chunks?"""
+    if engine.keeps_logits:
+        return isinstance(loss, _SPARSE) and loss.from_logits
     if isinstance(loss, keras.losses.CategoricalCrossentropy):
         return loss.from_logits
     function = keras.losses.sparse_categorical_crossentropy

@@ -1,0 +1,28 @@
+"""What is known of tensors. JAX's tracers take no attributes."""
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+Fact = TypeVar("Fact")
+
+
+class Known(Generic[Fact]):
+    """Facts by the identity of tensors; each goes with its tensor.
+
+    Attributes:
+        facts: empty if nothing is known, which costs no call to ask.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[int, tuple[weakref.ref, Fact]] = {}
+
+    def note(self, tensor: Any, fact: Fact) -> None:
+        facts, key = self.facts, id(tensor)
+        facts[key] = weakref.ref(tensor, lambda _: facts.pop(key, None)), fact
+
+    def forget(self, tensor: Any) -> None:
+        self.facts.pop(id(tensor), None)
+
+    def get(self, tensor: Any) -> Fact | None:
+        reference, fact = self.facts.get(id(tensor), (None, None))
+        return fact if reference is not None and reference() is tensor else None

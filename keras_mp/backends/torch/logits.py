@@ -1,0 +1,54 @@
+"""How the logits of a large head were made, known to the loss that reads them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from keras import ops
+from torch.autograd import forward_ad
+
+from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.known import Known
+from keras_mp.backends.products import HalfOperands
+from keras_mp.backends.torch.private import is_transformed
+
+
+class Product(NamedTuple):
+    """A product of (rows, k) and (k, classes), and a bias (classes,) or None."""
+
+    inputs: torch.Tensor
+    kernel: torch.Tensor
+    operands: HalfOperands
+    bias: torch.Tensor | None = None
+
+
+known: Known[Product] = Known()
+
+
+def note(logits: torch.Tensor, product: Product) -> None:
+    """Remembers it of logits (..., classes) that are differentiated by `backward`."""
+    if torch.compiler.is_compiling() or not logits.requires_grad:
+        return
+    in_order = logits.ndim > 1 and logits.is_contiguous()
+    forward = is_transformed(logits) or forward_ad.unpack_dual(logits).tangent
+    if in_order and logits.shape[-1] == product.kernel.shape[1] and forward is None:
+        known.note(logits, product)
+
+
+def repairs() -> dict[str, Wrapper]:
+    return {"add": _add}
+
+
+def _add(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def add(x1: Any, x2: Any) -> Any:
+        result = original(x1, x2)
+        product = known.get(x1) if known.facts else None
+        if product is not None and product.bias is None:
+            bias = ops.convert_to_tensor(x2).flatten()  # A convolution's has more axes.
+            if bias.shape == result.shape[-1:] and bias.dtype == result.dtype:
+                note(result, product._replace(bias=bias))
+        return result
+
+    return add
