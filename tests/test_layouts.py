@@ -51,19 +51,34 @@ def assert_alike(found, expected, dtype):
         np.testing.assert_allclose(a, b, rtol=2 * ulp, atol=2 * ulp * size)
 
 
+MASK = GENERATOR.random((2, 1, 6, 9)) < 0.7
+MASK[..., 0] = True  # Every position sees one at least, causal or not.
+ADDED = {
+    "nothing": {},
+    "scale": {"scale": 0.3},
+    "mask": {"mask": MASK},
+    "mask of padding": {"mask": MASK[:, :, :1]},
+    "mask for each head": {"mask": np.repeat(MASK, 4, 1)},
+    "bias": {"bias": GENERATOR.standard_normal((1, 4, 6, 9))},
+    "float32 bias": {"bias": GENERATOR.standard_normal((4, 6, 9)).astype("float32")},
+}
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("keys", [6, 9])
-def test_attention_copies_nothing(keys, scale, is_causal, dtype):
-    shapes = [(2, 6, 3, 8), (2, keys, 3, 8), (2, keys, 3, 8)]
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("of_keys", [4, 2, 1])
+def test_attention_copies_nothing(of_keys, added, is_causal, dtype):
+    if is_causal and "bias" in added:
+        pytest.skip("torch takes one of the two, with Keras as well")
+    shapes = [(2, 6, 4, 8), (2, 9, of_keys, 8), (2, 9, of_keys, 8)]
     arrays = [random(s, dtype) for s in shapes]
+    options = {"is_causal": is_causal, **ADDED[added]}
 
     def run():
-        def attend(q, k, v):
-            return ops.dot_product_attention(q, k, v, scale=scale, is_causal=is_causal)
-
-        return with_gradients(attend, *arrays)
+        return with_gradients(
+            lambda *x: ops.dot_product_attention(*x, **options), *arrays
+        )
 
     (expected, before), (found, copies) = without_us(run), run()
     assert before > 0
@@ -71,26 +86,50 @@ def test_attention_copies_nothing(keys, scale, is_causal, dtype):
     assert_alike(found, expected, dtype)
 
 
-@pytest.mark.parametrize("case", ["mask", "bias", "fewer heads of keys", "a flag"])
-def test_other_attention_is_left_to_keras(case):
-    shape = (2, 6, 4, 8)
-    q, k, v = (random(shape, "float16") for _ in range(3))
-    options = {
-        "mask": {"mask": torch.ones((2, 1, 6, 6), dtype=torch.bool).tril()},
-        "bias": {"bias": random((2, 4, 6, 6), "float16")},
-        "a flag": {"flash_attention": False},
-    }.get(case, {})
-    if case == "fewer heads of keys":
-        k, v = k[:, :, :2], v[:, :, :2]
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("of_keys", [4, 2, 1])
+def test_a_position_that_sees_nothing_sees_all(of_keys, dtype):
+    mask = MASK.copy()
+    mask[0, 0, 2] = False
+    shapes = [(2, 6, 4, 8), (2, 9, of_keys, 8), (2, 9, of_keys, 8)]
+    arrays = [random(s, dtype) for s in shapes]
+
+    def plain(*tensors):
+        q, k, v = (x.double().transpose(1, 2) for x in tensors)
+        k, v = (x.repeat_interleave(4 // of_keys, 1) for x in (k, v))
+        logits = q @ k.transpose(2, 3) / 8**0.5 - 1e3 * ~torch.tensor(mask)
+        return (torch.softmax(logits, -1) @ v).transpose(1, 2).to(tensors[0].dtype)
+
+    found, _ = with_gradients(
+        lambda *x: ops.dot_product_attention(*x, mask=mask), *arrays
+    )
+    expected, _ = with_gradients(plain, *arrays)
+    assert_alike(found, expected, dtype)
+
+
+def test_attention_with_a_flag_is_left_to_keras():
+    arrays = [random((2, 6, 4, 8), "float16") for _ in range(3)]
 
     def run():
         return with_gradients(
-            lambda *x: ops.dot_product_attention(*x, **options), q, k, v
+            lambda *x: ops.dot_product_attention(*x, flash_attention=False), *arrays
         )
 
     (expected, before), (found, copies) = without_us(run), run()
     assert copies == before
     assert_alike(found, expected, "float16")
+
+
+@pytest.mark.parametrize("of_keys", [3, 8])
+def test_heads_that_do_not_go_into_groups_are_refused_as_by_keras(of_keys):
+    q, k = random((2, 6, 4, 8), "float16"), random((2, 6, of_keys, 8), "float16")
+
+    def error():
+        with pytest.raises(RuntimeError) as raised:
+            ops.dot_product_attention(q, k, k)
+        return str(raised.value)
+
+    assert error() == without_us(error)
 
 
 @pytest.mark.parametrize("dtype", HALF)

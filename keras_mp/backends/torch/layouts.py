@@ -14,13 +14,18 @@ from keras import ops
 
 from keras_mp.backends.engine import HALF
 
+# Added to a masked logit, as good as -inf. A row may be masked whole: of -inf it would
+# be nan, and of a number near bfloat16's largest, as Keras has it, torch's kernels make
+# a gradient that is too large by the number of keys.
+_MASKED = -45850.0
+
 
 def _is_half(x: torch.Tensor) -> bool:
     return keras.backend.standardize_dtype(x.dtype) in HALF
 
 
 def attention_as_it_is(original: Callable) -> Callable:
-    """Wraps `dot_product_attention`: no mask, no bias, as many heads of each."""
+    """Wraps `dot_product_attention`, but for flags of the user's and a soft cap."""
 
     @functools.wraps(original)
     def attention(
@@ -34,20 +39,43 @@ def attention_as_it_is(original: Callable) -> Callable:
         **rest: Any,
     ) -> Any:
         tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
-        asked = bias, mask, *rest.values()
-        alike = len({(x.dtype, x.ndim, *x.shape[2:3]) for x in tensors}) == 1
+        alike = len({(x.dtype, x.ndim) for x in tensors}) == 1
         half = _is_half(tensors[0]) and tensors[0].ndim == 4
-        if any(x is not None for x in asked) or not (alike and half):
+        asked = any(x is not None for x in rest.values())
+        asked = asked or (bias is not None and mask is not None)
+        heads, of_keys = (x.shape[2] for x in tensors[:2]) if half else (0, 0)
+        grouped = heads != of_keys
+        if asked or not (alike and half) or (grouped and heads % of_keys):
             return original(
                 query, key, value, bias, mask, scale, is_causal=is_causal, **rest
             )
         # Positions and heads change places.
+        query, key, value = (x.transpose(1, 2) for x in tensors)
+        if mask is not None:
+            bias = _added_for(mask, query, key, is_causal)
+        elif bias is not None:
+            bias = ops.convert_to_tensor(bias).to(query.dtype)
+            # torch's kernels want all axes.
+            bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
         result = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in tensors), is_causal=is_causal, scale=scale
+            *(query, key, value, bias),
+            is_causal=is_causal and mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
         return result.transpose(1, 2)
 
     return attention
+
+
+def _added_for(mask: Any, query: Any, key: Any, is_causal: bool) -> torch.Tensor:
+    """What is added to the logits for a mask."""
+    mask = ops.convert_to_tensor(mask, "bool")
+    if is_causal:
+        shape = query.shape[2], key.shape[2]
+        mask = mask & torch.ones(shape, dtype=torch.bool, device=mask.device).tril()
+    none = torch.zeros((), dtype=query.dtype, device=mask.device)
+    return torch.where(mask, none, _MASKED)
 
 
 def convolution_as_it_is(original: Callable) -> Callable:
