@@ -103,7 +103,7 @@ bench-quality: $(BENCH)
 gpu-gates: $(GPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
-	  test_compiled_step.py test_whole_steps.py
+	  test_compiled_step.py test_whole_steps.py test_lowering.py
 
 # Ten to twenty minutes on two cores, most of them for ResNet-50.
 # libtpu looks for its machine unless it is told, and lets one process in at a time.
@@ -112,7 +112,7 @@ tpu-gates: $(TPU_GATES)
 	  TPU_ACCELERATOR_TYPE=v5litepod-4 TPU_WORKER_HOSTNAMES=localhost \
 	  TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  KERAS_MP_TPU_TARGET=v5e:2x2 $(abspath $(TPU_VENV))/bin/python $(GATES) \
-	  test_whole_steps.py
+	  test_whole_steps.py test_lowering.py
 
 # Steps are compiled for an H100 and a TPU v5e, and read, not run. An hour on two cores.
 bench-compiled: $(GPU_GATES) $(TPU_GATES)

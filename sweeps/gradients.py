@@ -35,16 +35,7 @@ def called(
     """
     # Copied: on torch, and on CPUs, NumPy's arrays are the variables' own memory.
     before = [(v, np.array(keras.ops.convert_to_numpy(v))) for v in layer.variables]
-    # Text stays in NumPy: only TensorFlow has text tensors.
-    args = tree.map_structure(
-        lambda x: keras.ops.convert_to_tensor(x) if _is_integer(x) else x, args
-    )
-    floats = [_is_float(x) for x in tree.flatten(args)]
-
-    def outputs_of(arguments: list) -> list:
-        result = layer(*arguments, **options)
-        return tree.flatten(result) + list(layer.losses)
-
+    args, floats, outputs_of = _prepared(layer, args, options)
     run = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND]
     try:
         outputs, by_input, by_weight = run(
@@ -63,6 +54,22 @@ def called(
         {f"output {i}": _array(x) for i, x in enumerate(outputs) if x is not None},
         {name: _array(g) for name, g in gradients.items() if g is not None},
     )
+
+
+def _prepared(
+    layer: Any, args: list, options: dict[str, Any]
+) -> tuple[list, list[bool], Callable[[list], list]]:
+    """The arguments, which of them are floats, and what calls the layer with them."""
+    # Text stays in NumPy: only TensorFlow has text tensors.
+    args = tree.map_structure(
+        lambda x: keras.ops.convert_to_tensor(x) if _is_integer(x) else x, args
+    )
+
+    def outputs_of(arguments: list) -> list:
+        result = layer(*arguments, **options)
+        return tree.flatten(result) + list(layer.losses)
+
+    return args, [_is_float(x) for x in tree.flatten(args)], outputs_of
 
 
 def _is_float(x: Any) -> bool:
@@ -123,6 +130,27 @@ def _jax(
 ) -> tuple[list, list, list]:
     import jax
 
+    run, values = _jax_program(layer, args, floats, outputs_of, gradient)
+    result = (jax.jit(run) if mode == "jit" else run)(*values)
+    if gradient:
+        (by_input, by_weight), outputs = result
+        return outputs, by_input, by_weight
+    inputs, weights, _ = values
+    return result[1], [None] * len(inputs), [None] * len(weights)
+
+
+def jax_program(
+    layer: Any, args: list, options: dict[str, Any], gradient: bool
+) -> tuple[Callable, tuple[list, list, list]]:
+    """A function that calls a layer, or differentiates it, and what to call it with."""
+    return _jax_program(layer, *_prepared(layer, args, options), gradient)
+
+
+def _jax_program(
+    layer: Any, args: list, floats: list[bool], outputs_of: Callable, gradient: bool
+) -> tuple[Callable, tuple[list, list, list]]:
+    import jax
+
     inputs = [
         jax.numpy.asarray(x)
         for x, is_float in zip(tree.flatten(args), floats, strict=True)
@@ -141,18 +169,8 @@ def _jax(
             outputs = outputs_of(_with_floats(args, floats, inputs))
         return _loss(outputs), outputs
 
-    if not gradient:
-        run = jax.jit(forward) if mode == "jit" else forward
-        return (
-            run(inputs, weights, others)[1],
-            [None] * len(inputs),
-            [None] * len(weights),
-        )
-    run = jax.grad(forward, argnums=(0, 1), has_aux=True)
-    if mode == "jit":
-        run = jax.jit(run)
-    (by_input, by_weight), outputs = run(inputs, weights, others)
-    return outputs, by_input, by_weight
+    run = jax.grad(forward, argnums=(0, 1), has_aux=True) if gradient else forward
+    return run, (inputs, weights, others)
 
 
 def _tensorflow(
