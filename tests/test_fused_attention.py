@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from backends import BACKEND
 from keras import ops
+from processes import on_four_devices
 
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="how JAX lowers it")
 half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -372,3 +373,11 @@ def test_jax_goes_on_asking_for_cudnn_elsewhere():
     # Keras asks the same.
     with pytest.raises(RuntimeError, match="cuDNN"):
         ops.dot_product_attention(q, k, v, flash_attention=True)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="keras.distribution")
+def test_heads_that_stand_on_two_devices_train_alike():
+    (losses, whole), (found, part) = on_four_devices("attention_on_devices.py").values()
+    assert (whole, part) == ([32, 4, 8], [32, 2, 8])
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    assert losses[-1] < losses[0]
