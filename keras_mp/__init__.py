@@ -10,11 +10,10 @@ with needed("keras_mp", "rich", *BACKENDS):
     import keras  # noqa: F401
     import rich  # noqa: F401
 
-from keras_mp import callbacks
+from keras_mp import callbacks, seams
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
 from keras_mp.errors import TrainingDivergedError
-from keras_mp.keras_seams import seams
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import BFloat16, MixedBFloat16, MixedFloat16, Policy

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.display.messages import warn
-from keras_mp.keras_seams import private
 from keras_mp.policies.policy import Policy
 
 # The last word of `set_global_policy`, or of Keras' setter after it. Keras keeps a

@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import BFLOAT16, HALF
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import choose_policy, chooser_for

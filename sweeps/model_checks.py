@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import keras_mp
-from keras_mp.keras_seams.private import layers_in
+from keras_mp.keras_private import layers_in
 from sweeps.model_cases import Case, inputs, training
 
 # At the first scale, 2**15, the gradients of some models overflow. Each skipped step
@@ -53,7 +53,7 @@ class Run:
         keras.utils.set_random_seed(0)
         keras.config.set_dtype_policy("float32")
         if self.plain:
-            keras_mp.keras_seams.seams.uninstall()
+            keras_mp.seams.uninstall()
         try:
             self._all_checks()
             return Result("ok", self.skipped)
@@ -61,7 +61,7 @@ class Run:
             return Result(str(failure), self.skipped)
         finally:
             keras.config.set_dtype_policy("float32")
-            keras_mp.keras_seams.seams.install()
+            keras_mp.seams.install()
             gc.collect()
 
     def _all_checks(self) -> None:

@@ -5,7 +5,7 @@ import functools
 import keras
 import numpy as np
 
-from keras_mp.keras_seams import seams
+from keras_mp import seams
 
 BACKEND = keras.backend.backend()
 

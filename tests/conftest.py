@@ -74,4 +74,4 @@ def fresh_keras():
     before = keras.config.dtype_policy()
     yield
     keras_mp.set_global_policy(before)
-    keras_mp.keras_seams.seams.install()
+    keras_mp.seams.install()

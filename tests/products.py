@@ -11,7 +11,7 @@ import re
 import keras
 from keras import ops
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 BACKEND = keras.backend.backend()
 

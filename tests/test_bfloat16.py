@@ -11,8 +11,8 @@ from keras import layers, optimizers
 from processes import on_four_devices
 
 import keras_mp
+import keras_mp.keras_private as private
 from keras_mp import BFloat16, StochasticRoundingOptimizer
-from keras_mp.keras_seams import private
 from keras_mp.policies.weights import LARGE
 
 GENERATOR = np.random.default_rng(0)

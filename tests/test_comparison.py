@@ -17,12 +17,12 @@ from keras import layers, ops
 from workplace import block
 
 import keras_mp
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.diagnostics.comparison import spread
 from keras_mp.diagnostics.comparison.report import Comparison
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.comparison.training import Training
-from keras_mp.keras_seams import private
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(48, 8)).astype("float32")

@@ -10,7 +10,7 @@ from backends import BACKEND
 
 import keras_mp
 from keras_mp import LossScaleOptimizer
-from keras_mp.keras_seams.seams import install, uninstall
+from keras_mp.seams import install, uninstall
 
 layers = keras.layers
 X = np.linspace(-1, 1, 8, dtype="float32").reshape(4, 2)

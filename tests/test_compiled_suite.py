@@ -16,7 +16,7 @@ from benchmarks.compiled.roofline import cost_of
 from benchmarks.compiled.suite import SUITE
 from benchmarks.compiled.tables import WAYS, tables
 from benchmarks.models import dense
-from keras_mp.keras_seams import seams
+from keras_mp import seams
 
 PROGRAM = """HloModule step
 

@@ -15,7 +15,7 @@ from step_sequences import SEQUENCES
 
 import keras_mp
 from keras_mp.backends import engine
-from keras_mp.backends.engine import Engine
+from keras_mp.backends.interface import Engine
 from keras_mp.loss_scaling import summary
 
 if BACKEND != "tensorflow":

@@ -1312,9 +1312,9 @@ def without_seams():
     if keras_mp is None:
         yield
         return
-    keras_mp.keras_seams.seams.uninstall()
+    keras_mp.seams.uninstall()
     yield
-    keras_mp.keras_seams.seams.install()
+    keras_mp.seams.install()
 
 
 plain_keras = pytest.mark.usefixtures("without_seams")

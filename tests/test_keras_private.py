@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.keras_seams import private
 
 BACKEND = keras.backend.backend()
 X = np.ones((2, 3), "float32")

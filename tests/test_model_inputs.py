@@ -162,7 +162,7 @@ def test_normalization_adapted_before_the_first_call_sees_raw_features(model_of,
 
 
 def test_the_same_models_round_their_inputs_without_us():
-    keras_mp.keras_seams.seams.uninstall()
+    keras_mp.seams.uninstall()
     keras.config.set_dtype_policy("mixed_float16")
     for model_of in (in_subclassed, in_sequential, subclassed_in_functional):
         rows = array(model_of(Rows())(IDS))

@@ -128,7 +128,7 @@ def test_what_is_computed_stays_half(half):
 def test_a_mask_goes_on(half):
     model = keras.Sequential([layers.Masking(), layers.Dense(2)])
     outputs = model(np.zeros((1, 2, 2), "float32"))
-    mask = keras_mp.keras_seams.private.get_keras_mask(outputs)
+    mask = keras_mp.keras_private.get_keras_mask(outputs)
     assert ops.convert_to_numpy(mask).tolist() == [[False, False]]
 
 
@@ -253,7 +253,7 @@ def test_a_block_that_is_an_output_stays_half_in_all_its_parts(half):
     tokens = np.ones((2, 5), "int32")
     model.fit(tokens, [tokens, tokens], verbose=0)
     block, head = model.layers[2:]
-    own = keras_mp.keras_seams.private.layers_in(block)
+    own = keras_mp.keras_private.layers_in(block)
     assert {layer.compute_dtype for layer in own} == {half}
     assert head.compute_dtype == "float32"
     assert [dtype_of(x) for x in model(tokens)] == ["float32", "float32"]

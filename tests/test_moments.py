@@ -12,7 +12,7 @@ import numpy as np
 from keras import layers, ops
 
 import keras_mp
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 AXES = (0, 1, 2)
 RANDOM = np.random.default_rng(0)

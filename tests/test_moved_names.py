@@ -8,7 +8,7 @@ import keras
 import pytest
 from test_layering import REPOSITORY
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 REMOVALS = {
     "a function": (

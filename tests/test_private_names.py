@@ -1,4 +1,4 @@
-"""Private names of Keras and of the frameworks stand in the private.py files only.
+"""Private names of Keras and of the frameworks stand in files of their own.
 
 A private name may be used in the file that defines it, for that makes it ours. What is
 left belongs to another library, and its next release may move it.
@@ -22,6 +22,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 PUBLIC = {"_asdict", "_replace", "_v2"}
 # Namespaces without an underscore that their libraries call internal.
 INTERNAL = re.compile(r"(keras\.src|tensorflow\.python|jax\.interpreters)\b.*")
+OF_PRIVATE_NAMES = "private.py", "keras_private.py"
 
 
 def definitions(tree: ast.AST) -> Iterator[str]:
@@ -70,14 +71,14 @@ def private_uses(text: str) -> list[tuple[str, int]]:
 @pytest.mark.once
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if path.name != "private.py"],
+    [path for path in FILES if path.name not in OF_PRIVATE_NAMES],
     ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
 def test_no_other_file_uses_a_private_name_of_another_library(path):
     found = private_uses(path.read_text())
     assert not found, (
         f"{path.name} uses {found}: take a public way, or put the name into "
-        "keras_seams/private.py, or its backend's private.py, with the reason."
+        "keras_private.py, or its backend's private.py, with the reason."
     )
 
 
@@ -118,7 +119,7 @@ def entries(path: pathlib.Path) -> list[str]:
 @pytest.mark.once
 def test_contributing_says_how_many_private_names_there_are():
     package = REPOSITORY / "keras_mp"
-    keras_own = len(entries(package / "keras_seams/private.py"))
+    keras_own = len(entries(package / "keras_private.py"))
     tensorflow, torch, jax = (
         len(entries(package / f"backends/{backend}/private.py"))
         for backend in ("tensorflow", "torch", "jax")

@@ -42,7 +42,7 @@ def trained(make):
 
 
 def within(model):
-    return keras_mp.keras_seams.private.layers_in(model)
+    return keras_mp.keras_private.layers_in(model)
 
 
 @pytest.mark.parametrize("make", [functional, Subclassed])

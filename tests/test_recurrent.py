@@ -12,7 +12,7 @@ from jax.experimental import rnn
 from keras import layers
 
 import keras_mp
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("float32")
 

@@ -108,14 +108,14 @@ def fitting(with_seams=True, callbacks=(), retake_steps=100):
         ]
     )
     if not with_seams:
-        keras_mp.keras_seams.seams.uninstall()
+        keras_mp.seams.uninstall()
     try:
         optimizer = keras_mp.LossScaleOptimizer("adam", retake_steps=retake_steps)
         model.compile(optimizer, "mse", metrics=["mae"])
         # What the train function is made of stays when they come back.
         model.fit(np.ones((4, 4)), np.ones((4, 1)), batch_size=1, verbose=0)
     finally:
-        keras_mp.keras_seams.seams.install()
+        keras_mp.seams.install()
 
     def fit(steps):
         x, y = np.ones((steps, 4)), np.ones((steps, 1))

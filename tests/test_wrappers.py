@@ -109,7 +109,7 @@ def test_a_wrapper_under_a_global_policy_computes_in_half_to_its_last_cell(name)
 
 
 def test_without_us_the_policy_of_a_wrapper_reaches_no_child():
-    keras_mp.keras_seams.seams.uninstall()
+    keras_mp.seams.uninstall()
     for wrapper in (
         layers.TimeDistributed(layers.Dense(2), dtype="mixed_float16"),
         layers.Bidirectional(layers.LSTM(2), dtype="mixed_float16"),

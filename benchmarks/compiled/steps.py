@@ -7,6 +7,7 @@ import jax
 import keras
 
 import keras_mp
+import keras_mp.keras_private as private
 from benchmarks.compiled import by_hand
 from benchmarks.compiled.cases import Case
 from benchmarks.compiled.devices import Device
@@ -14,8 +15,7 @@ from benchmarks.compiled.private import as_if_there
 from benchmarks.compiled.roofline import cost_of
 from benchmarks.compiled.tables import BFLOAT16, BY_HAND, FLOAT32, KERAS, RECOMPUTED
 from benchmarks.results import Record
-from keras_mp.keras_seams import private
-from keras_mp.keras_seams.seams import uninstall
+from keras_mp.seams import uninstall
 
 
 def read_step(case: Case, device: Device, way: str) -> Record:

@@ -24,7 +24,7 @@ from benchmarks.kernels.tables import (
     OURS,
     SUBCLASSED,
 )
-from keras_mp.keras_seams.seams import install, uninstall
+from keras_mp.seams import install, uninstall
 
 _POLICIES = {FLOAT32: "float32", KERAS: "mixed_float16", OURS: "mixed_float16"}
 

@@ -14,7 +14,7 @@ from benchmarks.quality.tables import KERAS, SLOTS, UNSCALED, tables, ways
 from benchmarks.quality.tasks import TASKS, Data, Task
 from benchmarks.results import Record
 from benchmarks.suites import Suite
-from keras_mp.keras_seams.seams import install, uninstall
+from keras_mp.seams import install, uninstall
 
 SEEDS = 5
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_mp.keras_seams.private import build_from_batch
+from keras_mp.keras_private import build_from_batch
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
 

@@ -7,7 +7,7 @@ import importlib
 
 import keras
 
-from keras_mp.backends.engine import Engine
+from keras_mp.backends.interface import Engine
 
 ENGINES = ("jax", "tensorflow", "torch")
 
@@ -22,4 +22,4 @@ def _import_engine() -> Engine:
     return importlib.import_module(f"keras_mp.backends.{name}.engine").engine
 
 
-engine = _import_engine()
+engine: Engine = _import_engine()

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 
 @contextlib.contextmanager

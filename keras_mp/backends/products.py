@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_mp.backends.engine import HALF, Wrapper
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF, Wrapper
 
 
 class HalfOperands(NamedTuple):

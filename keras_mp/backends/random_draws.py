@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import backend, ops
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 _BY_SHAPE = ("normal", "truncated_normal", "uniform")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.backends.train_step import SCALE, UNDERFLOW, monitored
 from keras_mp.display.messages import show_message, warn
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import newest_step
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import check_whole_number

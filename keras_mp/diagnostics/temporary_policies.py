@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import BFLOAT16, HALF
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.outputs import producers
 from keras_mp.policies.policy import FLOAT32, MixedFloat16

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import path_of
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.interface import HALF
 from keras_mp.backends.train_step import UNDERFLOW, monitored
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import summary, unscaled
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies import heads

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,

@@ -17,8 +17,8 @@ from typing import Any
 
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.state import Counts
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
 

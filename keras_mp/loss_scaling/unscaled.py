@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras_mp.keras_private as private
 from keras_mp.display.messages import warn
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.layers import layer_path
 from keras_mp.rounding.optimizer import parts_of

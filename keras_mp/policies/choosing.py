@@ -16,8 +16,8 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import BFLOAT16
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import BFLOAT16
 from keras_mp.policies.layers import (
     children_of,
     copies_children,

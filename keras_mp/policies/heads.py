@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.engine import BFLOAT16, HALF
+from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.backends.products import HalfOperands, half_operands
-from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, Decision

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, is_half
 from keras_mp.policies.record import record_of, records

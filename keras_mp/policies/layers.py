@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 from keras_mp.policies.record import record_of, records
 
 layers = keras.layers

@@ -11,9 +11,9 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import HALF
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 from keras_mp.display.messages import warn
-from keras_mp.keras_seams import private
 from keras_mp.policies.choosing import (
     decision_for,
     first_call,

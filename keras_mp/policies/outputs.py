@@ -13,8 +13,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.backends.engine import HALF
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 from keras_mp.policies import returned, symbolic
 from keras_mp.policies.choosing import (
     decision_for,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_mp.backends.engine import BFLOAT16, HALF
+from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.layers import (
     copies_children,

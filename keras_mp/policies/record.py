@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.keras_seams import private
 
 # What a change of precision, or a call under another one, changes of a layer itself.
 _OWN = (private.DTYPE_POLICY, private.CONVERT_INPUTS)

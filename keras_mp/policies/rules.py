@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import HALF
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import activation_of, first_input, input_shape
 from keras_mp.policies.rule import Rule, RuleTable
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 from keras_mp.policies.choosing import IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, layer_path, policy_of
 from keras_mp.policies.policy import ChoosingPolicy, Decision, chooser_of

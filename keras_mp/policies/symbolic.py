@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import KerasTensor
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 from keras_mp.policies.layers import called_with, children_of, is_graph
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import HALF
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32
 from keras_mp.policies.record import Precision, record_of

@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.engine import BFLOAT16
-from keras_mp.keras_seams import private
+from keras_mp.backends.interface import BFLOAT16
 
 # Elements of the kernel of a large head. With 2**18 a step gains 0 to 2 % on an H100,
 # with 2**20 2 to 8 %, with 2**24 16 %: four Dense of one width, batches of 512 and

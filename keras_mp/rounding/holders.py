@@ -3,7 +3,7 @@
 import weakref
 from typing import Any
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 # By the optimizer within. Weak on both ends.
 _holders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -4,9 +4,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from keras_mp.backends.engine import BFLOAT16
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import BFLOAT16
 from keras_mp.display.messages import warn
-from keras_mp.keras_seams import private
 
 # From here on a number below 1 is rounded to 1.
 _BECOMES_ONE = 1 - 2.0**-9

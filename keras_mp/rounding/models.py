@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_mp.backends.engine import BFLOAT16
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import BFLOAT16
 from keras_mp.policies.choosing import chooser_for
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.weights import has_bfloat16

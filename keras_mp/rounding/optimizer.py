@@ -9,9 +9,9 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.engine import BFLOAT16
-from keras_mp.keras_seams import private
+from keras_mp.backends.interface import BFLOAT16
 from keras_mp.rounding.holders import hold
 from keras_mp.rounding.scope import RoundingScope
 

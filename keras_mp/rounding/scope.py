@@ -6,8 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.backends.engine import BFLOAT16
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import BFLOAT16
 
 
 class RoundingScope(keras.StatelessScope):

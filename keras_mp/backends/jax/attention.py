@@ -14,7 +14,7 @@ import keras
 from jax import lax
 from keras import ops
 
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.interface import HALF
 from keras_mp.backends.jax import cudnn_attention, splash_attention
 
 

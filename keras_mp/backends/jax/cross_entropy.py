@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_mp.backends import products
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.jax import chunks, compilation, logits, one_pass, softmax
 from keras_mp.backends.jax.logits import Probabilities, Product
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_mp.backends.engine import Engine, Update, Wrapper
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import Engine, Update, Wrapper
 from keras_mp.backends.jax import (
     activations,
     attention,
@@ -30,7 +31,6 @@ from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.products import number_of_chunks
 from keras_mp.backends.repairs import broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
-from keras_mp.keras_seams import private
 
 
 class SelectingScope(keras.StatelessScope):

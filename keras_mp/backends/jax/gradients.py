@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from keras_mp.backends import reductions
-from keras_mp.backends.engine import FINITE, NAN, Engine
+from keras_mp.backends.interface import FINITE, NAN, Engine
 from keras_mp.backends.jax.compilation import compiled
 
 GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.jax.private import are_of_one_trace
 from keras_mp.backends.known import Known
 from keras_mp.backends.products import HalfOperands

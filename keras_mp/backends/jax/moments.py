@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_mp.backends.engine import Wrapper
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import Wrapper
 
 
 def repairs() -> dict[str, Wrapper]:

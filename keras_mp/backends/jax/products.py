@@ -12,7 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from keras_mp.backends import products
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.jax import logits
 from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.products import HalfOperands

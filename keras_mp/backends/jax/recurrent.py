@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_mp.backends.engine import HALF, Wrapper
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF, Wrapper
 
 NAMES = ("lstm", "bidirectional_lstm")
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.interface import HALF
 
 
 def in_float32(original: Callable) -> Callable:

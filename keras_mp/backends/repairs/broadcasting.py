@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 
 
 def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]:

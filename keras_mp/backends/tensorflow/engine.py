@@ -11,8 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+import keras_mp.keras_private as private
 from keras_mp.backends import own_methods
-from keras_mp.backends.engine import Engine, Update, Wrapper
+from keras_mp.backends.interface import Engine, Update, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.tensorflow import (
     constants,
@@ -26,7 +27,6 @@ from keras_mp.backends.tensorflow import (
 from keras_mp.backends.tensorflow import private as tensorflow_private
 from keras_mp.backends.tensorflow.writes import written_where
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
-from keras_mp.keras_seams import private
 
 # Of a dataset of one batch: to optimize it takes longer than to read it.
 _AT_ONCE = tf.data.Options()

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.backends import reductions
-from keras_mp.backends.engine import FINITE, NAN
+from keras_mp.backends.interface import FINITE, NAN
 from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.replicas import highest_of_all_replicas
 

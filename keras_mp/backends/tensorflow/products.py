@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.backends import matrices, products
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.gradients import compiled_by_xla

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends.own_methods import own_methods
 from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import fused_adam
-from keras_mp.keras_seams import private
 
 
 def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from keras import ops
 
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.torch.logits import known
 from keras_mp.backends.torch.private import is_watched

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import distributed
 
+import keras_mp.keras_private as private
 from keras_mp.backends import own_methods
-from keras_mp.backends.engine import Engine, Wrapper
+from keras_mp.backends.interface import Engine, Wrapper
 from keras_mp.backends.torch import (
     adam,
     cross_entropy,
@@ -27,7 +28,6 @@ from keras_mp.backends.torch import (
 )
 from keras_mp.backends.torch.private import copy_all
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
-from keras_mp.keras_seams import private
 
 _CPU, _GPU = "torch", "torch_cuda"
 

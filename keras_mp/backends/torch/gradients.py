@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keras_mp.backends.engine import INFINITE, NAN
+from keras_mp.backends.interface import INFINITE, NAN
 from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import unscale_and_check
 

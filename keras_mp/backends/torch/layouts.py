@@ -12,7 +12,7 @@ import keras
 import torch
 from keras import ops
 
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.interface import HALF
 
 # Added to a masked logit, as good as -inf. A row may be masked whole: of -inf it would
 # be nan, and of a number near bfloat16's largest, as Keras has it, torch's kernels make

@@ -8,7 +8,7 @@ import torch
 from keras import ops
 from torch.autograd import forward_ad
 
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.known import Known
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.torch.private import is_transformed

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import torch
 
-from keras_mp.backends.engine import HALF
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 
 
 def in_one_kernel(original: Callable) -> Callable:

@@ -11,7 +11,7 @@ import torch
 from keras import ops
 
 from keras_mp.backends import matrices, products
-from keras_mp.backends.engine import Wrapper
+from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.torch import logits
 

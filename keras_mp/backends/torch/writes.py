@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 
 def reach_the_variable(original: Callable) -> Callable:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.diagnostics.breakpoint import model_file
 from keras_mp.diagnostics.breakpoint.batch import tensors_of
@@ -17,7 +18,6 @@ from keras_mp.diagnostics.breakpoint.folder import Overflow, read
 from keras_mp.diagnostics.breakpoint.skipped_step import diagnosed, set_random_state
 from keras_mp.diagnostics.diagnosis.report import Report
 from keras_mp.errors import BreakpointError
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import added, named
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 

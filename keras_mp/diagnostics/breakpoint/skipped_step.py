@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.diagnostics.breakpoint import model_file
 from keras_mp.diagnostics.breakpoint.batch import Batch, tensors_of
@@ -22,7 +23,6 @@ from keras_mp.diagnostics.breakpoint.folder import (
 )
 from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
 from keras_mp.diagnostics.diagnosis.report import Report
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.nonfinite import ROWS, added
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.rule import LossScaleState

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.diagnostics.comparison.report import Comparison
 from keras_mp.diagnostics.comparison.training import (
     Plan,
@@ -17,7 +18,6 @@ from keras_mp.diagnostics.comparison.training import (
 from keras_mp.diagnostics.data import TrainingData
 from keras_mp.display.messages import warn
 from keras_mp.display.progress_bar import check_verbose, progress_bar
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.rule import check_whole_number
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import ChoosingPolicy, Policy

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.config import policy_scope
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
@@ -17,7 +18,6 @@ from keras_mp.diagnostics.data import TrainingData
 from keras_mp.diagnostics.inspection.layer_facts import layers_of
 from keras_mp.display.progress_bar import TrainingProgress
 from keras_mp.errors import TrainingDivergedError
-from keras_mp.keras_seams import private
 from keras_mp.policies.layers import is_graph, policy_of
 
 _seen: weakref.WeakSet = weakref.WeakSet()

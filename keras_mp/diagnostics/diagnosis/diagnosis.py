@@ -6,6 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.departure import Comparison, Departure, layer_of
 from keras_mp.diagnostics.diagnosis.probe import Output, Probe, probe
@@ -22,7 +23,6 @@ from keras_mp.diagnostics.temporary_policies import (
     policy_name,
     with_float32,
 )
-from keras_mp.keras_seams import private
 from keras_mp.policies.temporary import Choice, temporary_policies
 
 # How many layers are added, one by one, to those that stay in float32.

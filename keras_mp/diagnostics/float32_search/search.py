@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.diagnosis import check_compiled, loss_scale_of
 from keras_mp.diagnostics.float32_search.agreement import (
@@ -25,7 +26,6 @@ from keras_mp.diagnostics.temporary_policies import (
     with_float32,
 )
 from keras_mp.display.progress_bar import check_verbose, progress_bar
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies.layers import children_of, layer_path, parts_of
 from keras_mp.policies.temporary import computes_in_half, temporary_policies

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 from keras_mp.policies.layers import (
     children_of,
     has_map,

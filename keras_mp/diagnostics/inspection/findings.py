@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_mp.backends.engine import HALF
+import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 from keras_mp.diagnostics.inspection.constants import lost_constants
 from keras_mp.diagnostics.inspection.custom_layers import (
     casts_of,
@@ -16,7 +17,6 @@ from keras_mp.diagnostics.inspection.custom_layers import (
     lost_policies,
 )
 from keras_mp.diagnostics.inspection.shapes import long_sums, odd_widths
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.choosing import decision_for

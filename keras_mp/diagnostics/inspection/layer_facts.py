@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.engine import BFLOAT16, HALF
-from keras_mp.keras_seams import private
+from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.heads import half_products
 from keras_mp.policies.layers import (

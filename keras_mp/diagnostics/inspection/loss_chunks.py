@@ -5,10 +5,10 @@ from typing import Any
 
 import keras
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.products import number_recomputed
 from keras_mp.display.tables import in_bytes
-from keras_mp.keras_seams import private
 from keras_mp.policies import heads
 from keras_mp.policies.layers import layer_path
 

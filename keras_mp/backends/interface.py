@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_mp.keras_seams import private
+import keras_mp.keras_private as private
 
 # What a gradient holds beside numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2

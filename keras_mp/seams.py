@@ -51,12 +51,12 @@ from typing import Any
 import keras
 from keras import ops
 
+import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.engine import HALF
+from keras_mp.backends.interface import HALF
 from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
-from keras_mp.keras_seams import private
 from keras_mp.loss_scaling import retaking, stage, unscaled
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
@@ -127,7 +127,11 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     ]
     # `keras.ops` looks an operation up in one of the modules, and `tanh`, which is in
     # two, in that of NumPy's names.
-    modules = private.backend, private.backend_numpy, private.backend_nn
+    modules = (
+        private.backend,
+        private.backend_numpy,
+        private.backend_nn,
+    )
     backend = *modules, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [
@@ -206,7 +210,10 @@ def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # After a layer's first call this costs a few look-ups and no call, until the
         # user sets another policy.
-        record, policy = records.get(id(self)), self.__dict__.get(private.DTYPE_POLICY)
+        record, policy = (
+            records.get(id(self)),
+            self.__dict__.get(private.DTYPE_POLICY),
+        )
         chosen = record and record.chosen
         if policy is None:  # Its `__init__` has not called Keras', which says so.
             return original(self, *args, **kwargs)

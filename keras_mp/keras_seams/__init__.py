@@ -1,1 +1,0 @@
-"""Where keras_mp meets Keras: the methods it wraps, the private names it uses."""
