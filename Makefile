@@ -34,7 +34,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 # Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
-.PHONY: help demo test test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
+.PHONY: help demo test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
   tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-first-steps clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
@@ -44,6 +44,7 @@ GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarni
 help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
+	@echo "make test-fast    run those that are quick, on torch"
 	@echo "make test-notebooks   run every notebook on every backend"
 	@echo "make test-versions    run them on old and new versions of Keras and its backends"
 	@echo "make check   format, lint, check types"
@@ -68,6 +69,14 @@ test: $(TESTS)
 
 $(TESTS): test-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# In under two minutes: on torch, which compiles nothing, without what trains for long, draws,
+# or starts processes.
+SLOW := benchmarks comparison demo engines_torch keras_own_tests missing_packages notebooks \
+  overflow_breakpoint policy_machinery saving screens survival
+test-fast: $(TEST)
+	KERAS_BACKEND=torch $(BIN)/python -m pytest $(PYTEST_ARGS) \
+	  $(SLOW:%=--ignore=tests/test_%.py)
 
 # Every notebook on every backend: `make test` runs most of them on one.
 test-notebooks: $(TEST)

@@ -38,7 +38,7 @@ class _Undecided(keras.DTypePolicy):
         return getattr(self, name)
 
 
-def set_global_policy(policy: Any) -> None:
+def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """Sets the policy of all layers created from here on.
 
     It holds in threads that start later and after `keras.utils.clear_session()`.
@@ -102,7 +102,7 @@ def global_policy() -> keras.DTypePolicy:
 
 
 @contextlib.contextmanager
-def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
+def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]:
     """Sets the global policy within a `with` block, and the one before after it.
 
     In this thread alone, as Keras does.

@@ -16,7 +16,9 @@ from keras_mp.policies.reach import warn_of_unmatched
 from keras_mp.policies.record import Precision, record_of
 
 
-def convert(model: Any, policy: Any) -> Any:
+def convert(
+    model: keras.layers.Layer, policy: str | keras.DTypePolicy
+) -> keras.layers.Layer:
     """Brings a model, built or not, compiled or not, to a policy, in place.
 
     Every layer gets what the policy chooses for it, whatever it had before; what is

@@ -81,7 +81,6 @@ def test_every_test_that_readme_names_is_there():
 
 
 def test_every_name_of_the_package_that_a_text_has_exists():
-    """Or has existed: what the CHANGELOG calls gone stands there without a prefix."""
     root = README.parent
     for path in [README, root / "CHANGELOG.md", *(root / "notebooks").glob("*.ipynb")]:
         for name in set(

@@ -53,7 +53,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._before: float | None = None  # The scale before a skip to print.
         self._warned = False
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Puts the loss scale into the train step's results, which is made anew."""
         super().set_model(model)
         wanted = UNDERFLOW if self.underflow else SCALE

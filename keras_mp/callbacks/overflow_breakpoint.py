@@ -56,7 +56,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         self._step: Step | TypeError | None = None
         self._trained: Any = None
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Keeps the model: `self.model` on JAX brings the state back at each look."""
         super().set_model(model)
         self._trained = model

@@ -81,7 +81,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: str | keras.optimizers.Optimizer,
         initial_scale: float = _DEFAULT_INITIAL_SCALE,
         dynamic_growth_steps: int = 2000,
         *,

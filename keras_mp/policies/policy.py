@@ -1,6 +1,6 @@
 """The policies of ours, and what they decide for a layer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -41,7 +41,7 @@ class ChoosingPolicy(keras.DTypePolicy):
 
     def __init__(
         self,
-        float32: Iterable[Any] = (),
+        float32: Iterable[type | str | Callable[[keras.layers.Layer], bool]] = (),
         name: str | None = None,
         *,
         recompute_logits: bool = False,
@@ -208,7 +208,7 @@ class Decision(NamedTuple):
         return self.rule is not None and not self.rule.alone
 
 
-def Policy(name: Any) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
+def Policy(name: str | keras.DTypePolicy) -> keras.DTypePolicy:  # noqa: N802 (the tf.keras name)
     """Returns the policy object for a name.
 
     Args:

@@ -51,7 +51,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: str | keras.optimizers.Optimizer,
         slot_dtype: str | None = None,
         seed: int | None = None,
         name: str | None = None,

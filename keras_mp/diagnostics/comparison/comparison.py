@@ -26,10 +26,10 @@ POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 def compare(
-    build: Callable[[], Any],
+    build: Callable[[], keras.Model],
     train: Any,
     validation: Any,
-    policies: Sequence[Any] = POLICIES,
+    policies: Sequence[str | keras.DTypePolicy] = POLICIES,
     seeds: int | Sequence[int] = 3,
     *,
     epochs: int = 1,

@@ -195,7 +195,7 @@ def _to_keep(
 
 
 def _cure(
-    model: Any,
+    model: keras.Model,
     batch: Any,
     choose: Choice,
     expected: Comparison,

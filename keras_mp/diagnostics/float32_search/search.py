@@ -35,7 +35,7 @@ _SCALES = [2.0**k for k in range(0, 25, 4)]
 
 
 def find_float32_layers(
-    model: Any,
+    model: keras.Model,
     x: Any,
     y: Any = None,
     sample_weight: Any = None,

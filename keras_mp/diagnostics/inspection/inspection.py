@@ -12,7 +12,7 @@ from keras_mp.policies.layers import is_graph
 from keras_mp.policies.symbolic import nodes_of
 
 
-def inspect(model: Any) -> Inspection:
+def inspect(model: keras.layers.Layer) -> Inspection:
     """Says what every layer of a model computes in, why, and what to look at.
 
     Neither runs nor changes the model.
