@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import SGD, Adam, LossScaleOracle, ScaledTraining
 
-from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
+from keras_mp.loss_scaling.schedule import LossScaleRule, LossScaleState
 
 # What a step was: (were its gradients finite?, was its loss?)
 FINITE, OVERFLOW, BROKEN = (True, True), (False, True), (False, False)

@@ -15,7 +15,7 @@ from keras_mp.diagnostics.breakpoint.folder import check_folder, prepare
 from keras_mp.diagnostics.breakpoint.model_file import WEIGHTS
 from keras_mp.diagnostics.breakpoint.skipped_step import Step, save, scaling_of
 from keras_mp.display.messages import show_message, warn
-from keras_mp.loss_scaling.rule import check_whole_number
+from keras_mp.loss_scaling.schedule import check_whole_number
 
 
 class OverflowBreakpoint(keras.callbacks.Callback):

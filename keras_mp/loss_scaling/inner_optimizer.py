@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp.loss_scaling.rule import LossScaleRule
+from keras_mp.loss_scaling.schedule import LossScaleRule
 from keras_mp.rounding.holders import wrapper_of
 from keras_mp.rounding.optimizer import parts_of
 

@@ -16,7 +16,11 @@ from keras_mp.loss_scaling.inner_optimizer import (
     refuse_inner_arguments,
     start_averages,
 )
-from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState, check_whole_number
+from keras_mp.loss_scaling.schedule import (
+    LossScaleRule,
+    LossScaleState,
+    check_whole_number,
+)
 from keras_mp.loss_scaling.stage import in_train_step, update_by
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.rounding.holders import hold

@@ -10,7 +10,7 @@ from keras import ops
 from keras_mp.display.messages import warn
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scaling.nonfinite import named, newest
-from keras_mp.loss_scaling.rule import LossScaleState
+from keras_mp.loss_scaling.schedule import LossScaleState
 
 
 class SkipWatch:

@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from keras_mp.loss_scaling.nonfinite import ROWS
-from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
+from keras_mp.loss_scaling.schedule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.skip_watch import SkipWatch
 from keras_mp.loss_scaling.stage import GradientStage
 from keras_mp.loss_scaling.underflow import UnderflowWatch

@@ -18,7 +18,7 @@ from keras_mp.backends.interface import FINITE, Update
 from keras_mp.loss_scaling import gradients
 from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, written_by
 from keras_mp.loss_scaling.nonfinite import counted
-from keras_mp.loss_scaling.rule import LossScaleRule, LossScaleState
+from keras_mp.loss_scaling.schedule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.rounding.optimizer import parts_of
 

@@ -18,7 +18,7 @@ from keras_mp.diagnostics.comparison.training import (
 from keras_mp.diagnostics.data import TrainingData
 from keras_mp.display.messages import warn
 from keras_mp.display.progress_bar import check_verbose, progress_bar
-from keras_mp.loss_scaling.rule import check_whole_number
+from keras_mp.loss_scaling.schedule import check_whole_number
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import ChoosingPolicy, Policy
 
