@@ -169,3 +169,17 @@ def test_its_repr_names_the_inner_optimizer_and_what_is_not_default(monkeypatch)
         "LossScaleOptimizer(SGD, initial_scale=8.0, hysteresis=2, "
         "max_consecutive_skips=5)"
     )
+
+
+def test_a_default_that_changes_later_changes_no_old_file():
+    class Later(keras_mp.LossScaleOptimizer):
+        def __init__(self, *args, hysteresis=2, retake_steps=7, **options):
+            options |= {"hysteresis": hysteresis, "retake_steps": retake_steps}
+            super().__init__(*args, **options)
+
+    config = keras_mp.LossScaleOptimizer("sgd").get_config()
+    assert "hysteresis" not in config and "retake_steps" not in config
+    opened = Later.from_config(config)
+    assert (opened._loss_scaling.rule.hysteresis, opened.retake_steps) == (1, 100)
+    made = Later.from_config(Later("sgd").get_config())
+    assert (made._loss_scaling.rule.hysteresis, made.retake_steps) == (2, 7)

@@ -27,7 +27,20 @@ from keras_mp.rounding.holders import hold
 
 # The object that stands for "not given": dynamic=False wants a scale of the user's.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
-_RETAKE_STEPS = 100
+# The defaults of 0.1.0. A file leaves out what is equal, as Keras' own tests count its
+# keys, and is read by them: a default that changes later changes no old file.
+DEFAULTS_IN_FILES = {
+    "initial_scale": 2.0**15,
+    "dynamic_growth_steps": 2000,
+    "dynamic": True,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "min_scale": 1.0,
+    "max_scale": 2.0**24,
+    "hysteresis": 1,
+    "max_consecutive_skips": None,
+    "retake_steps": 100,
+}
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
@@ -96,7 +109,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
-        retake_steps: int | None = _RETAKE_STEPS,
+        retake_steps: int | None = 100,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -488,15 +501,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _not_default(self) -> dict[str, Any]:
         """The arguments about loss scaling that differ from their default."""
-        rule = self._loss_scaling.rule
-        fields = dataclasses.fields(rule)
-        found = {f.name: getattr(rule, f.name) for f in fields}
-        found = {f.name: found[f.name] for f in fields if found[f.name] != f.default}
-        if self.max_consecutive_skips is not None:
-            found["max_consecutive_skips"] = self.max_consecutive_skips
-        if self.retake_steps != _RETAKE_STEPS:
-            found["retake_steps"] = self.retake_steps
-        return found
+        found = dataclasses.asdict(self._loss_scaling.rule)
+        for name in ("max_consecutive_skips", "retake_steps"):
+            found[name] = getattr(self, name)
+        return {k: v for k, v in found.items() if v != DEFAULTS_IN_FILES[k]}
 
     def __repr__(self) -> str:
         # Of what Python knows: the scale itself is on the device.
@@ -509,7 +517,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict | None = None
     ) -> "LossScaleOptimizer":
         """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
-        return super().from_config(dict(config), custom_objects)  # Keras pops a key.
+        # A fixed scale without an initial one stays the error that it is.
+        old = {k: v for k, v in DEFAULTS_IN_FILES.items() if k != "initial_scale"}
+        # A new dict, as Keras pops a key.
+        return super().from_config({**old, **config}, custom_objects)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes Keras' own layout, with the counters it does not have by name."""
