@@ -1,5 +1,7 @@
 """What the outermost call of a model returns is float32."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from keras import layers, ops
 from products import products_of
 
 import keras_mp
+from keras_mp.policies.leaves import leaves
 
 BACKEND = keras.backend.backend()
 X, Y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
@@ -293,3 +296,40 @@ def test_an_exported_model_returns_float32(half, tmp_path):
     )
     x = tf.constant(X, signature.dtype)
     assert served.serve(x).dtype == tf.float32
+
+
+@pytest.mark.parametrize(
+    "structure", [1, [], [None, (1, [2])], {"b": [1], "a": {"d": 2, "c": (3, 4)}}]
+)
+def test_leaves_are_those_of_keras(structure):
+    found = keras.tree.flatten(structure)
+    assert sorted(leaves(structure), key=str) == sorted(found, key=str)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="memory that Python frees")
+@pytest.mark.parametrize("kind", [list, dict])
+def test_outputs_go_with_their_step(kind):
+    import torch
+
+    keras_mp.set_global_policy("mixed_bfloat16")
+    inputs = keras.Input((3,))
+    x = layers.Dense(4)(inputs)
+    outputs = [layers.Dense(37, name=name)(x) for name in "ab"]
+    outputs = dict(zip("ab", outputs, strict=True)) if kind is dict else outputs
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", {"a": "mse", "b": "mse"} if kind is dict else ["mse"] * 2)
+    x, y = np.ones((5, 3), "float32"), np.ones((5, 37), "float32")
+    y = {"a": y, "b": y} if kind is dict else [y, y]
+
+    def alive():
+        model.train_on_batch(x, y)
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return sum(o.shape == (5, 37) for o in found)
+
+    gc.collect()
+    gc.disable()
+    try:
+        numbers = [alive() for _ in range(4)]
+    finally:
+        gc.enable()
+    assert len(set(numbers[1:])) == 1

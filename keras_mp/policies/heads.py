@@ -18,6 +18,7 @@ from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
+from keras_mp.policies.leaves import leaves
 from keras_mp.policies.policy import FLOAT32, Decision
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.weights import bring_to, has_bfloat16, has_large
@@ -87,7 +88,7 @@ def half_products(layer: Any, inputs: Any) -> str | None:
         return None
     dtypes = {
         keras.backend.standardize_dtype(x.dtype)
-        for x in keras.tree.flatten(inputs)
+        for x in leaves(inputs)
         if hasattr(x, "dtype")
     }
     return next((dtype for dtype in HALF if dtype in dtypes), None)

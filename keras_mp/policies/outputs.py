@@ -22,6 +22,7 @@ from keras_mp.policies.choosing import (
     take_output_back,
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
+from keras_mp.policies.leaves import leaves
 from keras_mp.policies.policy import chooser_of
 
 # The compiled models with a graph, each with the ids of the layers that none of its
@@ -86,9 +87,9 @@ def in_float32(model: Any, outputs: Any) -> Any:
     output layer of a graph, or the whole of a subclassed model, with a `dtype` of
     Keras' own.
     """
-    flat = keras.tree.flatten(outputs)
-    if not any(map(_is_half, flat)):
+    if not any(map(_is_half, leaves(outputs))):
         return outputs
+    flat = keras.tree.flatten(outputs)
     chosen = [any(map(_users_choice, layers)) for layers in _makers(model)]
     if len(chosen) != len(flat):  # It has no graph, or a `call` of its own.
         chosen = [_users_choice(model)] * len(flat)
