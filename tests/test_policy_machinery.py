@@ -271,6 +271,7 @@ def test_a_converted_model_is_exported_to_onnx(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # Of keras_tuner, at its import.
+@pytest.mark.trains_many
 def test_a_tuner_searches_over_converted_models(tmp_path):
     keras_tuner = pytest.importorskip("keras_tuner")
     if BACKEND == "tensorflow":
