@@ -10,7 +10,7 @@ with needed("keras_mp", "rich", *BACKENDS):
     import keras  # noqa: F401
     import rich  # noqa: F401
 
-from keras_mp import callbacks, seams
+from keras_mp import callbacks
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
 from keras_mp.errors import TrainingDivergedError
@@ -19,6 +19,7 @@ from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import BFloat16, MixedBFloat16, MixedFloat16, Policy
 from keras_mp.policies.rules import keep_float32
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
+from keras_mp.seams import install, uninstall
 
 if TYPE_CHECKING:
     from keras_mp.diagnostics.comparison.comparison import compare
@@ -43,10 +44,12 @@ __all__ = [
     "find_float32_layers",
     "global_policy",
     "inspect",
+    "install",
     "keep_float32",
     "policy_scope",
     "recommended_policy",
     "set_global_policy",
+    "uninstall",
 ]
 
 # Half of all modules: imported when they are asked for, a training rarely does.
@@ -72,4 +75,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-seams.install()
+install()

@@ -81,7 +81,10 @@ from keras_mp.rounding import lost
 
 
 def install() -> None:
-    """Puts the seams into Keras; does nothing where they are already."""
+    """Puts the wrappers of keras_mp round methods of Keras, as importing it does.
+
+    It does nothing where they are already.
+    """
     for name, owner, seam in _seams():
         if not hasattr(vars(owner)[name], "_keras_mp_original"):
             original = vars(owner)[name]
@@ -91,7 +94,20 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the seams out of Keras again; does nothing where there are none."""
+    """Takes the wrappers of keras_mp out of Keras; does nothing where there are none.
+
+    What was made before stays: a layer has the dtype policy that was chosen for it, and
+    a `LossScaleOptimizer` scales, but in `fit` a skipped step moves statistics, metrics
+    and logs. Layers that are created afterwards are Keras' own.
+
+    Example:
+
+    ```python
+    keras_mp.uninstall()
+    keras.layers.Dense(8)  # as if keras_mp had not been imported
+    keras_mp.install()
+    ```
+    """
     for name, owner, _ in _seams():
         marks = vars(vars(owner)[name])
         # Another library's wrapper round ours has our marks too, copied by functools.

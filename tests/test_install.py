@@ -1,0 +1,48 @@
+"""keras_mp can be taken out of Keras, and put back."""
+
+import keras
+import numpy as np
+from keras import layers
+
+import keras_mp
+from keras_mp import seams
+
+X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
+
+
+def in_place():
+    return {name: vars(owner)[name] for name, owner, _ in seams._seams()}
+
+
+def test_it_is_taken_out_whole_and_put_back():
+    ours = in_place()
+    originals = {name: method._keras_mp_original for name, method in ours.items()}
+    keras_mp.uninstall()
+    keras_mp.uninstall()
+    assert in_place() == originals
+    keras_mp.install()
+    again = in_place()
+    keras_mp.install()
+    assert in_place() == again
+    for name, method in again.items():
+        assert method._keras_mp_original is originals[name], name
+
+
+def test_what_was_made_before_goes_on_and_what_comes_is_keras_own():
+    keras_mp.set_global_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.Dense(2)])
+    model.compile("adam", "mse")
+    keras_mp.uninstall()
+    assert model.layers[0].compute_dtype == "float16"
+    before = model.evaluate(X, Y, verbose=0)
+    model.fit(X, Y, epochs=3, verbose=0)
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    assert model.evaluate(X, Y, verbose=0) < before
+    keras.config.set_dtype_policy("mixed_float16")
+    # Ours would keep it in float32.
+    assert layers.Softmax().compute_dtype == "float16"
+    keras_mp.install()
+    keras_mp.set_global_policy("mixed_float16")
+    softmax = layers.Softmax()
+    softmax(X)
+    assert softmax.compute_dtype == "float32"
