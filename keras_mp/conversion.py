@@ -19,7 +19,7 @@ from keras_mp.policies.record import Precision, record_of
 def convert(
     model: keras.layers.Layer, policy: str | keras.DTypePolicy
 ) -> keras.layers.Layer:
-    """Brings a model, built or not, compiled or not, to a policy, in place.
+    """Changes the precision policy of a model in place, built or not, compiled or not.
 
     Every layer gets what the policy chooses for it, whatever it had before; what is
     quantized or does not compute in floats stays as it is. Weights stay the very same

@@ -48,9 +48,9 @@ def compare(
         else, the same sign with every seed -> beyond the spread
         else                                -> unclear: more seeds would tell
 
-    If half precision changes a training no more than another seed would, this says
-    "beyond" of one metric in five with 3 seeds, in twenty with 5, and hardly ever with
-    10. One seed has no spread.
+    False alarms: of metrics that half precision does not change, about 1 in 5 is called
+    "beyond" with 3 seeds, 1 in 20 with 5, and hardly any with 10. One seed has no
+    spread.
 
     Steps are timed within `fit`, without their compilation: all but the first epoch, or
     in a single epoch all but the first and the last call of the train function. The
