@@ -1,7 +1,10 @@
 """The code blocks of README run, in their order, as they stand."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -41,11 +44,8 @@ def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
 
         strategy = mirrored(2)  # The one of this process, see there.
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
-    rng = np.random.default_rng(0)
-    names = {
-        "x": rng.normal(size=(32, 16)).astype("float32"),
-        "y": rng.integers(0, 10, 32),
-    }
+    monkeypatch.setenv("KERAS_BACKEND", BACKEND)  # Put back: a block sets it.
+    names = {}
     blocks = list(BLOCK.finditer(README.read_text()))
     assert {block["backend"] for block in blocks} == {None, *BACKENDS}
     for block in blocks:
@@ -67,6 +67,23 @@ def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
     assert dtype(names["layer"](names["x"])) == "float16"
     if BACKEND in ("jax", "tensorflow"):
         assert np.isfinite(float(names["loss"]))
+
+
+def test_the_quick_start_runs_where_it_is_pasted(tmp_path):
+    code = BLOCK.search(README.read_text())["code"]
+    script = tmp_path / "train.py"
+    script.write_text(code.replace('= "jax"', f'= "{BACKEND}"'))
+    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    environment["PYTHONPATH"] = str(README.parent)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8/8" in done.stdout and "loss" in done.stdout
 
 
 def test_readme_says_how_large_a_head_is():
