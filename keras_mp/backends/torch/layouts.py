@@ -57,6 +57,10 @@ def attention_as_it_is(original: Callable) -> Callable:
             bias = ops.convert_to_tensor(bias).to(query.dtype)
             # torch's kernels want all axes.
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+        if grouped and bias is not None:
+            # Of torch's kernels on GPUs those that take a bias take no groups.
+            key, value = (_for_each_head(x, heads) for x in (key, value))
+            grouped = False
         result = torch.nn.functional.scaled_dot_product_attention(
             *(query, key, value, bias),
             is_causal=is_causal and mask is None,
@@ -66,6 +70,13 @@ def attention_as_it_is(original: Callable) -> Callable:
         return result.transpose(1, 2)
 
     return attention
+
+
+def _for_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(batch, heads of the keys, ...) to (batch, heads, ...); of one head a view."""
+    if x.shape[1] == 1:
+        return x.expand(-1, heads, -1, -1)
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _added_for(mask: Any, query: Any, key: Any, is_causal: bool) -> torch.Tensor:

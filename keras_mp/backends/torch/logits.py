@@ -30,9 +30,10 @@ def note(logits: torch.Tensor, product: Product) -> None:
     """Remembers it of logits (..., classes) that are differentiated by `backward`."""
     if torch.compiler.is_compiling() or not logits.requires_grad:
         return
+    if is_transformed(logits) or forward_ad.unpack_dual(logits).tangent is not None:
+        return
     in_order = logits.ndim > 1 and logits.is_contiguous()
-    forward = is_transformed(logits) or forward_ad.unpack_dual(logits).tangent
-    if in_order and logits.shape[-1] == product.kernel.shape[1] and forward is None:
+    if in_order and logits.shape[-1] == product.kernel.shape[1]:
         known.note(logits, product)
 
 
