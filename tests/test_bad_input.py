@@ -157,3 +157,17 @@ def test_compare_refuses_a_model_in_place_of_a_function():
     model = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(TypeError, match="Give one that returns a new compiled"):
         keras_mp.compare(model, None, None)
+
+
+def test_a_stateless_step_wants_a_value_for_each_variable():
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    with pytest.raises(
+        ValueError, match="`stateless_apply` needs an optimizer that is"
+    ):
+        optimizer.stateless_apply([], [], [])
+    optimizer.build([keras.Variable(1.0)])
+    state = [v.value for v in optimizer.variables]
+    with pytest.raises(ValueError, match="`optimizer_variables` must.*Received: 1 val"):
+        optimizer.stateless_apply(state[:1], [1.0], [1.0])
+    with pytest.raises(ValueError, match="`trainable_variables` must.*Received: 2 val"):
+        optimizer.stateless_apply(state, [1.0], [1.0, 2.0])

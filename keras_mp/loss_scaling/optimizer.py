@@ -297,7 +297,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             TrainingDivergedError: see `max_consecutive_skips`; where the step runs
                 eagerly.
         """
-        loss = getattr(grads, "loss", loss)
         grads = list(grads)
         if not grads:
             return
@@ -358,12 +357,31 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Returns:
             `(trainable_variables, optimizer_variables)` after the step.
+
+        Raises:
+            ValueError: as in `apply`; if the optimizer is not built; if there is not a
+                value for each variable.
         """
-        # Not Keras' wrapper's, which puts a conditional round the whole update, but the
-        # base class', which calls `apply(grads)`.
-        return keras.optimizers.Optimizer.stateless_apply(
-            self, optimizer_variables, _GradientsOf(grads, loss), trainable_variables
-        )
+        # Keras' wrapper puts a conditional round the whole update.
+        if not self.built:
+            raise ValueError(
+                "`stateless_apply` needs an optimizer that is built. Call "
+                "`optimizer.build(trainable_variables)` first."
+            )
+        self._by_id(optimizer_variables)  # Refuses another number of them.
+        own = private.own_trainable(self)
+        if len(trainable_variables) != len(own):
+            raise ValueError(
+                "`trainable_variables` must hold one value for each variable that the "
+                f"optimizer was built with. Received: {len(trainable_variables)} "
+                f"values for {len(own)} variables."
+            )
+        values = *trainable_variables, *optimizer_variables
+        pairs = zip([*own, *self.variables], values, strict=True)
+        with keras.StatelessScope(list(pairs)) as scope:
+            self.apply(grads, loss=loss)
+        after = [scope.get_current_value(v) for v in [*own, *self.variables]]
+        return after[: len(own)], after[len(own) :]
 
     def stateless_undo_skipped(
         self, optimizer_variables: Sequence[Any], before: Any, after: Any
@@ -547,11 +565,3 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 def loss_scaling_of(optimizer: Any) -> Any:
     """The `LossScaling` of an optimizer; None if it is not ours."""
     return getattr(optimizer, "_loss_scaling", None)
-
-
-class _GradientsOf(list):
-    """Gradients with their loss, for the way through Keras' `stateless_apply`."""
-
-    def __init__(self, grads: Sequence[Any], loss: Any) -> None:
-        super().__init__(grads)
-        self.loss = loss
