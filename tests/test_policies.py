@@ -47,6 +47,7 @@ def in_a_thread(function):
         return pool.submit(function).result()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["mixed_float16", "auto"])
 def test_the_global_policy_holds_after_clear_session(name, monkeypatch):
     found = Recommendation("mixed_bfloat16", "because", ())
@@ -83,6 +84,8 @@ def test_what_a_scope_sets_holds_in_its_thread_alone(mixed_float16):
     assert (here, elsewhere) == ("mixed_bfloat16", "mixed_float16")
 
 
+# `clear_session` collects garbage, which takes seconds in a process of many tests.
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("module", "setter"),
     [
