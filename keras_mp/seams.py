@@ -143,11 +143,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     ]
     # `keras.ops` looks an operation up in one of the modules, and `tanh`, which is in
     # two, in that of NumPy's names.
-    modules = (
-        private.backend,
-        private.backend_numpy,
-        private.backend_nn,
-    )
+    modules = private.backend, private.backend_numpy, private.backend_nn
     backend = *modules, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [
@@ -226,10 +222,7 @@ def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # After a layer's first call this costs a few look-ups and no call, until the
         # user sets another policy.
-        record, policy = (
-            records.get(id(self)),
-            self.__dict__.get(private.DTYPE_POLICY),
-        )
+        record, policy = records.get(id(self)), self.__dict__.get(private.DTYPE_POLICY)
         chosen = record and record.chosen
         if policy is None:  # Its `__init__` has not called Keras', which says so.
             return original(self, *args, **kwargs)

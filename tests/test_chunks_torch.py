@@ -319,6 +319,17 @@ def test_a_gradient_of_logits_that_somebody_wants_is_there(made):
     torch.testing.assert_close(hooked[0], kept)
 
 
+def test_asked_for_afterwards_a_gradient_of_logits_is_an_error(made):
+    with half_operands(HalfOperands("bfloat16", "bfloat16", False, "in chunks")):
+        logits = ops.matmul(
+            torch.tensor(INPUTS), torch.tensor(KERNEL, requires_grad=True)
+        )
+    losses = ops.sparse_categorical_crossentropy(LABELS, logits, from_logits=True)
+    assert made == [5]
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(losses.sum(), logits)
+
+
 def test_diagnosis_sees_the_gradient_of_logits(made, monkeypatch):
     model, _ = trained(MODELS["no bias"], "mixed_float16")
     made.clear()

@@ -46,3 +46,16 @@ def test_what_was_made_before_goes_on_and_what_comes_is_keras_own():
     softmax = layers.Softmax()
     softmax(X)
     assert softmax.compute_dtype == "float32"
+
+
+def test_without_it_a_skipped_step_of_fit_moves_statistics():
+    keras_mp.set_global_policy("mixed_float16")
+    normalization = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), normalization, layers.Dense(2)])
+    model.compile(keras_mp.LossScaleOptimizer("sgd", 2.0**24), "mse")
+    keras_mp.uninstall()
+    before = [v.numpy() for v in (model.layers[-1].kernel, normalization.moving_mean)]
+    model.fit(X, Y * 1e6, verbose=0)
+    kernel, mean = model.layers[-1].kernel.numpy(), normalization.moving_mean.numpy()
+    assert int(model.optimizer.skipped_steps) == 1
+    assert (kernel == before[0]).all() and (mean != before[1]).all()

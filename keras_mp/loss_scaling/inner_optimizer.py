@@ -100,10 +100,7 @@ def start_averages(inner_optimizer: Any) -> None:
     for part in parts_of(inner_optimizer):
         if not part.use_ema or int(ops.copy(private.applied_steps(part).value)):
             continue
-        averages, variables = (
-            private.averages(part),
-            private.own_trainable(part),
-        )
+        averages, variables = private.averages(part), private.own_trainable(part)
         for average, variable in zip(averages, variables, strict=True):
             if average is not None:  # None for those overwritten by "gradients".
                 # A copy: JAX gives both buffers away at the next step.
