@@ -29,7 +29,7 @@ and what the backend's `repairs` name:
     dot_product_attention        is safe in half precision, and fused on JAX
     add, subtract, multiply      sum their gradients in float32
     matmul, einsum, conv         have half-precision operands in a model's heads
-    softmax, sparse_categorical_crossentropy  read a head's logits once
+    softmax, sparse_categorical_crossentropy  read a head's logits once, or in chunks
     categorical_crossentropy     reads them in chunks
     argmax                       takes what the loss has found
     divide, tanh, where          let the loss know what was done to them
