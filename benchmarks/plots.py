@@ -88,7 +88,7 @@ def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figur
     rows = list(dict.fromkeys(row for found in ratios.values() for row in found))
     figure = Picture(11, 2 + 0.5 * len(rows))
     panels = figure.subplots(1, len(ratios), sharey=True)
-    colours = ("#56B4E9", "#D55E00", "#009E73")
+    colours = ("#56B4E9", "#D55E00", "#009E73", "#E69F00")
     for axes, (what, found) in zip(panels, ratios.items(), strict=True):
         names = list(dict.fromkeys(n for of in found.values() for n in of))
         height = 0.8 / max(len(names), 1)
@@ -106,7 +106,7 @@ def plot_train(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figur
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_title(what if names else f"{what}: not measured")
-        axes.set_xlabel("times that of float32 without TF32 (no unit)")
+        axes.set_xlabel("times that of float32, with TF32 on a GPU (no unit)")
         axes.grid(axis="x", alpha=0.3)
     panels[0].legend()
     return figure.captioned(

@@ -544,6 +544,19 @@ def test_a_training_configuration_is_measured(monkeypatch):
     assert (found["peak_bytes"] is None) == (BACKEND == "torch")
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="torch's own networks")
+@pytest.mark.parametrize("case", TRAIN_CASES[:2], ids=lambda case: case.name)
+def test_torch_alone_trains_with_autocast_and_a_scaler(case):
+    from benchmarks.train.peers import NETWORKS, AmpTrainer
+
+    network = NETWORKS[case.name](**case.small_sizes)
+    before = [w.detach().clone() for w in network.parameters()]
+    trainer = AmpTrainer(network, *case.data(2, **case.small_sizes))
+    trainer.run(2)
+    pairs = zip(before, network.parameters(), strict=True)
+    assert all((old != new).any() and new.isfinite().all() for old, new in pairs)
+
+
 @once
 def test_too_large_a_batch_is_halved_until_it_fits(monkeypatch):
     tried = []
@@ -772,7 +785,7 @@ def test_pictures_are_drawn():
             "examples_per_second": {"median": rate},
             "peak_bytes": None,
         }
-        for precision, rate in (("float32", 10), ("mixed_float16", 30))
+        for precision, rate in (("tf32", 10), ("mixed_float16", 30))
     ]
     left, right = train_tables.plot(records).axes
     assert left.patches[0].get_width() == 3

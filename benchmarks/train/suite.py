@@ -22,7 +22,15 @@ from benchmarks.train.device import (
     peak,
     set_tf32,
 )
-from benchmarks.train.tables import PRECISIONS, plot, tables
+from benchmarks.train.tables import (
+    FLOAT32,
+    KERAS,
+    PRECISIONS,
+    TORCH_AMP,
+    is_measured,
+    plot,
+    tables,
+)
 from benchmarks.train.trainers import TRAINERS
 from keras_mp.backends import engine
 
@@ -50,7 +58,7 @@ def measure(
         on: "gpu" or "cpu", with smaller networks.
         case: the name of the network.
         backend: the backend.
-        precision: "float32", "tf32", "mixed_float16" or "mixed_bfloat16".
+        precision: one of `PRECISIONS`.
         what: "speed" or "fits", the largest batch.
         batch: its size; the case's if left out.
         progress, ready: see `Suite.measure`.
@@ -65,7 +73,7 @@ def measure(
     if on == "gpu" and not has_gpu():
         raise RuntimeError(f"{backend} sees no GPU: install its build with CUDA")
     found = {case.name: case for case in TRAIN_CASES}[case]
-    if precision in ("float32", "tf32"):
+    if precision in FLOAT32:
         set_tf32(backend, precision == "tf32")
     if found.channels_first_on_torch and backend == "torch" and on == "gpu":
         keras.config.set_image_data_format("channels_first")
@@ -85,14 +93,31 @@ class _Setting:
         self.sizes = case.sizes if on == "gpu" else case.small_sizes
 
     def trainer(self, batch: int) -> tuple[Any, float]:
-        """A trainer, and the operations of the forward pass for one example."""
+        """A trainer, and the operations of the forward pass for one example.
+
+        For plain Keras it takes the seams out, and leaves them out.
+        """
         keras.utils.set_random_seed(0)
-        policy = "float32" if self.precision == "tf32" else self.precision
-        with keras_mp.policy_scope(policy):
-            model, operations = self.case.make(**self.sizes)
-            model.compile(keras.optimizers.Adam(1e-5), self.case.loss())
-            data = self.case.data(batch, **self.sizes)
-            return TRAINERS[self.backend](model, *data), operations
+        data = self.case.data(batch, **self.sizes)
+        if self.precision == TORCH_AMP:
+            from benchmarks.train.peers import NETWORKS, AmpTrainer
+
+            with keras.device("cpu"):
+                _, operations = self.case.make(**self.sizes)
+            return AmpTrainer(NETWORKS[self.case.name](**self.sizes), *data), operations
+        if self.precision in (*FLOAT32, KERAS):
+            keras_mp.uninstall()
+        keras.config.set_dtype_policy(self._policy())
+        model, operations = self.case.make(**self.sizes)
+        model.compile(keras.optimizers.Adam(1e-5), self.case.loss())
+        return TRAINERS[self.backend](model, *data), operations
+
+    def _policy(self) -> Any:
+        if self.precision in FLOAT32:
+            return keras.DTypePolicy("float32")
+        if self.precision == KERAS:
+            return keras.DTypePolicy("mixed_float16")
+        return keras_mp.Policy(self.precision)
 
 
 def _speed(
@@ -235,7 +260,7 @@ SUITE = Suite(
         for case in TRAIN_CASES
         for precision in PRECISIONS
         for backend in ("jax", "torch")
-        if ON == "gpu" or precision != "tf32"
+        if is_measured(ON, backend, precision)
     ],
     measure,
     tables,

@@ -8,10 +8,21 @@ from benchmarks.suites import NOT_MEASURED
 from benchmarks.train.cases import TRAIN_CASES
 from keras_mp.display.tables import Table, in_bytes
 
-PRECISIONS = ("float32", "tf32", "mixed_float16", "mixed_bfloat16")
+FLOAT32 = "float32", "tf32"
+KERAS, TORCH_AMP = "Keras' mixed_float16", "torch.amp"
+PRECISIONS = (*FLOAT32, KERAS, TORCH_AMP, "mixed_float16", "mixed_bfloat16")
+ON_GPUS_ALONE = "tf32", KERAS, TORCH_AMP
 NOT_COUNTED = "not counted"  # torch counts no memory on CPUs
-_SHORT = {"float32": "float32", "tf32": "float32, TF32", "mixed_float16": "float16",
-          "mixed_bfloat16": "bfloat16"}  # fmt: skip
+_SHORT = {
+    "float32": "float32",
+    "tf32": "float32, TF32",
+    KERAS: "Keras' float16",
+    TORCH_AMP: TORCH_AMP,
+    "mixed_float16": "float16",
+    "mixed_bfloat16": "bfloat16",
+}
+# What the others are compared with: on a GPU, float32 in its fastest form.
+_BASE = {"gpu": "tf32", "cpu": "float32"}
 _COLUMNS = (
     "", "precision", "batch", "examples/s", "speed-up", "memory", "of peak", "fits",
 )  # fmt: skip
@@ -32,15 +43,22 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
     ]
 
 
+def is_measured(on: str, backend: str, precision: str) -> bool:
+    """On CPUs only what they have; `torch.amp` on torch alone."""
+    if on == "cpu" and precision in ON_GPUS_ALONE:
+        return False
+    return precision != TORCH_AMP or backend == "torch"
+
+
 def _table(on: str, backend: str, records: Sequence[Record], whole: bool) -> Table:
     mine = [r for r in records if (r["on"], r["backend"]) == (on, backend)]
     places = {(r["case"], r["precision"], r["what"]): r for r in mine}
     rows = []
     for case in TRAIN_CASES:
         title = case.title if on == "gpu" else case.small_title
-        base = places.get((case.name, "float32", "speed"), {})
+        base = places.get((case.name, _BASE[on], "speed"), {})
         for precision in PRECISIONS:
-            if on == "cpu" and precision == "tf32":
+            if not is_measured(on, backend, precision):
                 continue
             speed = places.get((case.name, precision, "speed"))
             fits = places.get((case.name, precision, "fits"))
@@ -92,8 +110,8 @@ def plot(records: Sequence[Record]) -> Any:
     }
     ratios: dict[str, dict[str, dict[str, float]]] = {"speed-up": {}, "memory": {}}
     for (on, backend, case, precision), record in places.items():
-        base = places.get((on, backend, case, "float32"))
-        if base is None or precision == "float32":
+        base = places.get((on, backend, case, _BASE[on]))
+        if base is None or precision in FLOAT32:
             continue
         row = f"{case}, {backend}, {on}"
         speed = record["examples_per_second"]["median"]
