@@ -47,6 +47,8 @@ class AmpTrainer:
         x, y: a batch, NumPy arrays; y holds classes, or vectors of float32.
     """
 
+    first_steps = 0
+
     def __init__(self, model: nn.Module, x: np.ndarray, y: np.ndarray) -> None:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = model.to(self._device).train()

@@ -145,7 +145,7 @@ def _speed_at(
     trainer.run(1)
     first = time.perf_counter() - start
     progress(0.7)
-    trainer.run(WARM_UP)
+    trainer.run(WARM_UP + trainer.first_steps)
     start = time.perf_counter()
     trainer.run(1)
     steps = max(1, round(STRETCH / (time.perf_counter() - start)))

@@ -11,6 +11,11 @@ from keras_mp.keras_private import build_from_batch
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
 
+def first_steps_of(optimizer: Any) -> int:
+    """In so many first steps ours waits for the device, to take a skipped one again."""
+    return getattr(optimizer, "retake_steps", 0)
+
+
 class JaxTrainer:
     """The compiled train function of a compiled model.
 
@@ -28,6 +33,7 @@ class JaxTrainer:
         model.make_train_function()
         self._step = model.train_function
         self._optimizer = model.optimizer
+        self.first_steps = first_steps_of(model.optimizer)
         parts = (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -66,6 +72,7 @@ class TorchTrainer:
         build_from_batch(model, (x, y))
         model.make_train_function()
         self._model, self._step = model, model.train_function
+        self.first_steps = first_steps_of(model.optimizer)
 
     @property
     def resident_bytes(self) -> int:

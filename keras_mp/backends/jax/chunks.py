@@ -18,9 +18,11 @@ from jax import lax
 from keras_mp.backends.jax import one_pass
 from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.jax.products import in_float32, multiply
-from keras_mp.backends.products import number_of_chunks, number_recomputed
-
-_LANES = 128  # Chunks are multiples of what matrix units take.
+from keras_mp.backends.products import (
+    number_of_chunks,
+    number_recomputed,
+    size_of_chunk,
+)
 
 
 def number_for(head: Product) -> int:
@@ -54,7 +56,7 @@ def losses(head: Product, targets: Any, number: int) -> Any:
 
 def _losses(head: Product, number: int, *operands: Any) -> Any:
     classes = head.kernel.shape[-1]
-    size = _LANES * -(-classes // (_LANES * number))
+    size = size_of_chunk(classes, number)
     chunks = [_Chunk(head, i, min(i + size, classes)) for i in range(0, classes, size)]
     how = head.operands
     # These come first in the forward pass and last in the backward pass, so that what

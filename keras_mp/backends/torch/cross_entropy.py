@@ -14,7 +14,7 @@ import torch
 from keras import ops
 
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.products import HalfOperands
+from keras_mp.backends.products import HalfOperands, size_of_chunk
 from keras_mp.backends.torch.logits import known
 from keras_mp.backends.torch.private import is_watched
 from keras_mp.backends.torch.products import half_product, product_in_float32
@@ -74,7 +74,7 @@ class CrossEntropyInChunks(torch.autograd.Function):
         labels: torch.Tensor,
         number: int,
     ) -> torch.Tensor:
-        ctx.operands, ctx.size = operands, -(-logits.shape[1] // number)
+        ctx.operands, ctx.size = operands, size_of_chunk(logits.shape[1], number)
         sums = [torch.logsumexp(part, 1) for part in logits.split(ctx.size, 1)]
         total = torch.logsumexp(torch.stack(sums), 0)
         ctx.save_for_backward(inputs, kernel, bias, logits, labels, total)
