@@ -19,8 +19,9 @@ space := $(empty) $(empty)
 # `with-jax,demo` stands for `pip install -e ".[jax,demo]"`: one stamp for each
 # set of extras, renewed when pyproject.toml changes.
 DEMO := $(VENV)/with-$(BACKEND),demo
+DOCS := $(VENV)/with-docs,$(BACKEND)
 CHECK := $(VENV)/with-dev
-TEST := $(VENV)/with-test,$(subst $(space),$(comma),$(strip $(BACKENDS)))
+TEST := $(VENV)/with-test,docs,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
 SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
 BENCH := $(VENV)/with-bench,$(subst $(space),$(comma),$(strip $(BACKENDS)))
@@ -34,7 +35,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 # Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
-.PHONY: help demo test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
+.PHONY: help demo docs test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
   tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-first-steps clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
@@ -43,6 +44,7 @@ GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarni
 
 help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
+	@echo "make docs    build the documentation, docs/_build/html/index.html"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make test-fast    run those that are quick, on torch"
 	@echo "make test-notebooks   run every notebook on every backend"
@@ -64,6 +66,11 @@ help:
 
 demo: $(DEMO)
 	$(BIN)/keras-mp demo --backend $(BACKEND)
+
+# A warning of Sphinx is an error: a link that leads nowhere, a page in no menu.
+docs: $(DOCS)
+	KERAS_BACKEND=$(BACKEND) $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
+	  --fresh-env docs docs/_build/html
 
 test: $(TESTS)
 
@@ -161,7 +168,7 @@ check: $(CHECK)
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) $(TPU_VENV) .venv-versions build dist *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
+	rm -rf docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 
 $(VENV)/with-%: pyproject.toml | $(VENV)/pyvenv.cfg

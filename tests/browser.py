@@ -81,7 +81,13 @@ class Browser:
         self._resize(width, HEIGHT, mobile=width == NARROW)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("setEmulatedMedia", features=[scheme])
-        self.driver.get(path.absolute().as_uri())
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        address = path.absolute().as_uri()
+        self.driver.get(address)
+        # It may return before the page is there.
+        there = "return document.readyState == 'complete' && location == arguments[0]"
+        WebDriverWait(self.driver, 30, 0.01).until(lambda _: self.ask(there, address))
 
     def _resize(self, width, height, mobile):
         size = {"width": width, "height": height, "mobile": mobile}

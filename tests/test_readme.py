@@ -6,20 +6,14 @@ import re
 import subprocess
 import sys
 
+import documents
 import keras
 import numpy as np
 from backends import BACKEND
+from documents import README
 
 import keras_mp
 from keras_mp.policies.weights import LARGE
-
-README = pathlib.Path(__file__).parents[1] / "README.md"
-BACKENDS = ("jax", "tensorflow", "torch")
-BLOCK = re.compile(
-    r"(?:<!-- backend: (?P<backend>\w+)(?P<not_run>, not run)? -->\n)?"
-    r"```python\n(?P<code>.*?)```",
-    re.DOTALL,
-)
 
 
 def dtype(tensor):
@@ -45,16 +39,12 @@ def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
         strategy = mirrored(2)  # The one of this process, see there.
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)  # Put back: a block sets it.
-    names = {}
-    blocks = list(BLOCK.finditer(README.read_text()))
-    assert {block["backend"] for block in blocks} == {None, *BACKENDS}
-    for block in blocks:
-        code = compile(block["code"], str(README), "exec")
-        # What takes several processes is run by the tests of the engines.
-        if block["backend"] in (None, BACKEND) and not block["not_run"]:
-            exec(code, names)
+
+    def after(names):
         if keras.distribution.distribution() is not None:
             one_step_under_the_distribution(names)
+
+    names = documents.run(README, after)
     assert [row.compute_dtype for row in names["inspection"].layers] == [
         "float16",
         "float32",
@@ -70,7 +60,7 @@ def test_the_code_of_readme_runs_and_does_what_it_says(monkeypatch, tmp_path):
 
 
 def test_the_quick_start_runs_where_it_is_pasted(tmp_path):
-    code = BLOCK.search(README.read_text())["code"]
+    code = documents.blocks(README)[0]["code"]
     script = tmp_path / "train.py"
     script.write_text(code.replace('= "jax"', f'= "{BACKEND}"'))
     environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}

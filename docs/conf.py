@@ -1,0 +1,72 @@
+"""The documentation's settings for Sphinx: `make docs` builds docs/_build/html."""
+
+import os
+import pathlib
+import re
+import textwrap
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras_mp  # noqa: E402
+
+GENERATED = pathlib.Path(__file__).parent / "_generated"
+
+project = "keras_mp"
+release = keras_mp.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "_generated"]
+
+# Headings can be linked to; a page may hold a note or a table of Sphinx's.
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+# The stored output of a notebook is what its last run showed; tests run them.
+nb_execution_mode = "off"
+
+# Docstrings are Google's, with single backquotes for code.
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = "keras_mp"
+html_copy_source = False
+html_show_sourcelink = False
+html_show_copyright = False
+copybutton_exclude = ".linenos, .gp"
+
+_FENCE = re.compile(r"^( *)```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+
+
+def _markdown_code_blocks(app, what, name, obj, options, lines) -> None:
+    """Code of a docstring, fenced as in Markdown, as reStructuredText has it."""
+
+    def indented(match: re.Match) -> str:
+        margin = match[1]
+        code = [f"    {line}" if line else "" for line in match[2].split("\n")]
+        return "\n".join([f"{margin}.. code-block:: python", "", *code])
+
+    lines[:] = _FENCE.sub(indented, "\n".join(lines)).split("\n")
+
+
+def _write_what_the_code_says(app) -> None:
+    """What stays in float32, and what is wrapped, from the code that does it."""
+    rules = keras_mp.MixedFloat16().rules.table().markdown()
+    seams = re.findall(r"^(?:    \S.*\n)(?: {8}.*\n)*", keras_mp.seams.__doc__, re.M)
+    GENERATED.mkdir(exist_ok=True)
+    (GENERATED / "rules.md").write_text(f"{rules}\n", encoding="utf-8")
+    text = f"```text\n{textwrap.dedent(''.join(seams))}```\n"
+    (GENERATED / "seams.md").write_text(text, encoding="utf-8")
+
+
+def setup(app) -> None:
+    # Before napoleon reads the sections.
+    app.connect("autodoc-process-docstring", _markdown_code_blocks, priority=1)
+    app.connect("builder-inited", _write_what_the_code_says)

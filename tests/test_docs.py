@@ -1,0 +1,112 @@
+"""The documentation: its code runs, it names all that is public, and it can be read."""
+
+import os
+import re
+import subprocess
+import sys
+
+import browser as windows
+import documents
+import keras
+import pytest
+from backends import BACKEND
+
+import keras_mp
+
+DOCS = documents.REPOSITORY / "docs"
+WITH_CODE = [path for path in documents.PAGES if documents.blocks(path)]
+THEMES = pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+WIDTHS = pytest.mark.parametrize("width", [windows.WIDE, windows.NARROW])
+
+
+def name_of(path):
+    return path.relative_to(DOCS).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+def test_the_code_of_a_page_runs_as_it_stands(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # Some save models.
+    monkeypatch.setenv("KERAS_BACKEND", BACKEND)  # Put back: a block may set it.
+    if BACKEND == "tensorflow" and path.stem == "several_devices":
+        import tensorflow as tf
+        from engine_tensorflow import mirrored
+
+        strategy = mirrored(2)  # The one of this process, see there.
+        monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
+    try:
+        assert documents.run(path)
+    finally:
+        if BACKEND == "jax":
+            keras.distribution.set_distribution(None)
+
+
+@pytest.mark.once
+def test_every_public_name_is_in_the_reference():
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    named = re.findall(r"\.\. auto\w+:: (\w+)", text)
+    public = {*keras_mp.__all__, *keras_mp.callbacks.__all__} - {"callbacks"}
+    assert sorted(named) == sorted(public)
+    methods = re.search(r":members: (.*)", text)[1].split(", ")
+    own = vars(keras_mp.LossScaleOptimizer)
+    as_keras = {"build", "finalize_variable_values", "get_config", "from_config"}
+    as_keras |= {"save_own_variables", "load_own_variables", "optimizers"}
+    assert {n for n in own if n[0] != "_"} - as_keras == set(methods)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built pages."""
+    pytest.importorskip("furo")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet"]
+    done = subprocess.run(
+        [*command, "-d", folder / "doctrees", DOCS, folder / "html"],
+        env={**os.environ, "PYTHONPATH": str(documents.REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@THEMES
+@WIDTHS
+@pytest.mark.parametrize(
+    "page",
+    [
+        "index",
+        "start/first_training",
+        "guides/what_stays_in_float32",
+        "coming_from/keras",
+    ]
+    + ["reference/loss_scaling", "notebooks/01_quickstart"],
+)
+def test_a_page_can_be_read_at_a_desk_and_on_a_telephone(
+    browser, site, page, width, dark
+):
+    browser.open(site / f"{page}.html", width, dark)
+    assert browser.hidden("article h1") == []
+    assert browser.sideways() == []
+    assert browser.pale(within="article p, article li, article td") == []
+    assert browser.complaints() == []
+    elsewhere = [x for x in browser.loaded() if "file://" not in x and "http" in x]
+    assert elsewhere == []
+    assert browser.texts("article h1")[0].strip("#¶ ")
+
+
+def test_a_docstrings_code_and_arguments_look_like_those(browser, site):
+    browser.open(site / "reference/loss_scaling.html")
+    code = browser.texts("article dd div.highlight")
+    assert [text for text in code if "opt.apply(scaled_grads" in text], code
+    fields = browser.texts("dl.field-list dt")
+    assert any(text.lower().startswith("parameters") for text in fields)
+    assert not [p for p in browser.texts("article dd p") if "```" in p or "Args:" in p]
+
+
+def test_the_rules_and_the_seams_are_those_of_the_code(browser, site):
+    browser.open(site / "guides/what_stays_in_float32.html")
+    rules = [rule.name for rule in keras_mp.MixedFloat16().rules]
+    named = browser.texts("article table tbody td:first-child")
+    assert len(named) > 15 and {*named} <= {*rules}  # Tests may have added rules.
+    browser.open(site / "how_it_works/seams.html")
+    assert "Trainer.make_train_function" in browser.texts("article pre")[0]
