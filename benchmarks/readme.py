@@ -15,13 +15,34 @@ from benchmarks.suites import suite_named
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-READMES = (FOLDER / "README.md", ROOT / "README.md")
+PICTURES = ROOT / "docs" / "_static"
+READMES = (
+    FOLDER / "README.md",
+    ROOT / "README.md",
+    ROOT / "docs" / "start" / "hardware.md",
+    ROOT / "docs" / "guides" / "what_it_costs.md",
+)
 
 
 def main() -> None:
-    """Renders all tables anew."""
+    """Renders all tables and pictures anew."""
     for path in READMES:
         path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, svg in pictures().items():
+        path.write_text(svg, encoding="utf-8")
+
+
+def pictures(folder: pathlib.Path = FOLDER) -> dict[pathlib.Path, str]:
+    """The pictures of README as SVG, by their paths."""
+    # Here, not above: it needs matplotlib.
+    from benchmarks.quality import picture
+
+    records = read(folder / "quality.json", "quality")
+    mine = [record for record in records if record["backend"] == "jax"]
+    return {
+        PICTURES / f"quality-{name}.svg": picture.svg(mine, dark)
+        for name, dark in {"light": False, "dark": True}.items()
+    }
 
 
 def rendered(text: str, folder: pathlib.Path = FOLDER) -> str:

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -468,6 +469,17 @@ def test_a_worker_writes_records_as_json_whatever_else_is_printed(capsys, monkey
 def test_readme_has_what_the_json_renders_to(path):
     text = path.read_text(encoding="utf-8")
     assert readme.rendered(text) == text, "python -m benchmarks.readme renders it again"
+
+
+@once
+def test_the_pictures_of_readme_show_what_the_json_has():
+    def texts(svg):
+        return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+
+    for path, svg in readme.pictures().items():
+        shown = texts(path.read_text(encoding="utf-8"))
+        assert shown == texts(svg), "python -m benchmarks.readme draws it again"
+        assert {"1.00", "keras_mp bfloat16"} <= {*shown}
 
 
 @once

@@ -1,6 +1,7 @@
 """The documentation: its code runs, it names all that is public, and it can be read."""
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -8,10 +9,12 @@ import sys
 import browser as windows
 import documents
 import keras
+import numpy as np
 import pytest
 from backends import BACKEND
 
 import keras_mp
+from keras_mp.policies.weights import LARGE
 
 DOCS = documents.REPOSITORY / "docs"
 WITH_CODE = [path for path in documents.PAGES if documents.blocks(path)]
@@ -33,11 +36,50 @@ def test_the_code_of_a_page_runs_as_it_stands(path, monkeypatch, tmp_path):
 
         strategy = mirrored(2)  # The one of this process, see there.
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
+
+    def after(names):
+        if keras.distribution.distribution() is not None:
+            model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+            (loss,) = model.fit(names["x"], names["y"], verbose=0).history["loss"]
+            assert np.isfinite(loss) and hasattr(model.optimizer, "skipped_steps")
+
     try:
-        assert documents.run(path)
+        assert documents.run(path, after)
     finally:
         if BACKEND == "jax":
             keras.distribution.set_distribution(None)
+
+
+def test_layers_compute_in_what_the_guide_says():
+    names = documents.run(DOCS / "guides/what_stays_in_float32.md")
+    assert [row.compute_dtype for row in names["inspection"].layers] == [
+        "float16",
+        "float32",
+    ]
+
+    def computed(name):
+        result = names[name](np.ones((2, 3), "float32"))
+        return keras.backend.standardize_dtype(result.dtype)
+
+    assert [computed(n) for n in ("layer", "head", "half", "norm")] == [
+        *("float16", "float32", "float16", "float32")
+    ]
+
+
+@pytest.mark.once
+def test_the_guide_says_how_large_a_large_head_is():
+    text = (DOCS / "guides/large_heads_and_attention.md").read_text()
+    assert f"of {LARGE:,} weights or more" in text
+
+
+@pytest.mark.once
+def test_every_test_that_is_named_is_there():
+    tests = "".join(p.read_text() for p in pathlib.Path(__file__).parent.glob("*.py"))
+    text = (DOCS / "coming_from/keras.md").read_text()
+    named = re.findall(r"`(test_\w+)`", text)
+    assert len(named) > 15
+    assert [name for name in named if f"def {name}(" not in tests] == []
 
 
 @pytest.mark.once

@@ -269,5 +269,6 @@ SUITE = Suite(
     budget=450.0,
     # On CPUs the imports of the next process would disturb the timing.
     ahead=ON == "gpu",
+    in_short=["decoder", "resnet50"],
     environment=_environment,
 )  # fmt: skip

@@ -18,8 +18,8 @@ _SHORT = {
     "tf32": "float32, TF32",
     KERAS: "Keras' float16",
     TORCH_AMP: TORCH_AMP,
-    "mixed_float16": "float16",
-    "mixed_bfloat16": "bfloat16",
+    "mixed_float16": "keras_mp, float16",
+    "mixed_bfloat16": "keras_mp, bfloat16",
 }
 # What the others are compared with: on a GPU, float32 in its fastest form.
 _BASE = {"gpu": "tf32", "cpu": "float32"}

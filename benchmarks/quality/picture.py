@@ -1,0 +1,92 @@
+"""The picture of README: results of whole trainings, over those in float32."""
+
+import io
+import statistics
+from collections.abc import Sequence
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.quality.tables import KERAS, UNSCALED
+from benchmarks.results import Record
+
+# A training, and what else it can be trained in. keras_mp's own come first.
+_ROWS = (
+    ("sigmoids", "a deep network of\nsigmoids, accuracy", UNSCALED,
+     "float16, not scaled"),
+    ("small-steps", "Adam with 5e-5,\naccuracy", f"{KERAS}bfloat16", "Keras' bfloat16"),
+    ("regression", "targets past 65504,\n1 / error", f"{KERAS}mixed_float16",
+     "Keras' mixed_float16"),
+)  # fmt: skip
+_OURS = {"mixed_float16": "#009E73", "bfloat16": "#56B4E9"}
+_OTHER = "#D55E00"
+_HEIGHT = 0.26
+
+
+def svg(records: Sequence[Record], dark: bool) -> str:
+    """The picture as SVG, transparent, for a light or a dark page.
+
+    Args:
+        records: of the suite, on JAX.
+        dark: whether its text is light.
+    """
+    found = {(r["case"], r["way"]): r["values"] for r in records if r.get("values")}
+    colour = "#e6edf3" if dark else "#1f2328"
+    settings = {
+        "svg.fonttype": "none",  # As text, which can be searched.
+        "svg.hashsalt": "keras_mp",  # The same each time.
+        "font.size": 11,
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), colour
+        ),
+    }
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context(settings):
+        _draw(found, colour).savefig(
+            out, format="svg", transparent=True, metadata=nothing
+        )
+    return "<svg" + out.getvalue().partition("<svg")[2]
+
+
+def _draw(found: dict[tuple[str, str], list[float | None]], colour: str) -> Figure:
+    figure = Figure(figsize=(6.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for row, (case, _, other, name) in enumerate(_ROWS):
+        colours = {**_OURS, other: _OTHER}
+        for number, (way, bar) in enumerate(colours.items()):
+            share, lost = _share(case, found[case, way], found[case, "float32"])
+            y = row + _HEIGHT * (number - 1)
+            axes.barh(y, share, _HEIGHT * 0.9, color=bar)
+            label = f"keras_mp {way}" if way in _OURS else name
+            failed = f", {lost} of {len(found[case, way])} not finite" if lost else ""
+            inside = share > 0.6
+            axes.text(
+                0.02 if inside else share + 0.02,
+                y,
+                f"{label}{failed}",
+                va="center",
+                color="#000000" if inside else colour,
+                fontsize=9.5,
+            )  # fmt: skip
+            axes.text(1.08, y, f"{share:.2f}", va="center",
+                      ha="right", fontsize=9.5)  # fmt: skip
+    axes.axvline(1, color=colour, linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(_ROWS)), [title for _, title, _, _ in _ROWS])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1)
+    axes.set_xlabel("result over that of float32: 1 is as good")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    return figure
+
+
+def _share(
+    case: str, values: Sequence[float | None], base: Sequence[float | None]
+) -> tuple[float, int]:
+    """The mean result over float32's, the larger the better; and how many are lost."""
+    finite = [v for v in values if v is not None]
+    ratio = statistics.fmean(finite) / statistics.fmean(
+        v for v in base if v is not None
+    )
+    return (1 / ratio if case == "regression" else ratio), len(values) - len(finite)
