@@ -3,19 +3,17 @@
 import ast
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
 
 import pytest
+from wheels import PACKAGES, built_wheel
 from workplace import ROOT
 
 pytestmark = pytest.mark.once
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("keras_mp", "keras_mp_cli")
 # The names of packages whose modules are called otherwise.
 PACKAGE_OF = {"sklearn": "scikit-learn"}
 
@@ -59,21 +57,7 @@ def test_every_dependency_is_imported(imported):
 
 
 def test_the_wheel_holds_two_packages_with_their_types(tmp_path):
-    pytest.importorskip("setuptools", minversion="77")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in (*PACKAGES, "benchmarks", "sweeps", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.png", "*.keras")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    program = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = built_wheel(tmp_path)
     held = set(zipfile.ZipFile(wheel).namelist())
     files = {
         str(path.relative_to(ROOT))
