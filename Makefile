@@ -172,7 +172,8 @@ clean:
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 
 $(VENV)/with-%: pyproject.toml | $(VENV)/pyvenv.cfg
-	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@echo "Setting up $(VENV) for: $*. Once, a minute or more."
+	$(BIN)/python -m pip install --editable ".[$*]"
 	@touch "$@"
 
 $(VENV)/pyvenv.cfg:

@@ -22,6 +22,8 @@ def start(command: str, backend: str | None = None, **options: Any) -> None:
     if command == "inspect" and not os.path.isfile(options["model"]):
         fail(f"cannot read the model {options['model']!r}: there is no such file")
     if command == "replay":
+        if not os.path.isdir(options["folder"]):
+            fail(f"there is no folder {options['folder']!r}")
         preferred = backend_of_breakpoint(options["folder"])
     os.environ["KERAS_BACKEND"] = choose_backend(backend, preferred)
     if command == "compare":

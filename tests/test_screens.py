@@ -21,6 +21,7 @@ from keras_mp.backends import devices
 from keras_mp.diagnostics import doctor
 from keras_mp.diagnostics.diagnosis.ranges import range_of
 from keras_mp.display import plots
+from keras_mp.display.tables import Table
 from keras_mp.policies import hardware
 from keras_mp.policies.rules import RULES
 
@@ -483,13 +484,26 @@ def test_every_module_that_prints_a_table_is_among_these():
 def test_a_table_fits_80_columns_and_cuts_nothing_off(name):
     make, expected = TABLES[name]
     lines = str(make()).splitlines()
-    assert max(cell_len(line) for line in lines) <= WIDTH
+    too_long = [line for line in lines if cell_len(line) > WIDTH]
+    # A path, or a line to paste, that is longer than the screen stays one word.
+    assert [line for line in too_long if " " in line.strip()] == []
     assert not any("…" in line for line in lines)
     # A long path goes on below itself, within its column.
     columns = [re.split("  +", line.strip()) for line in lines]
     assert any(
         expected in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
     )
+
+
+def test_no_name_is_broken_but_where_a_word_ends():
+    names = ["sequential/batch_normalization/gamma", "global_average_pooling2d"]
+    names += ["activity_regularizer", "RetinaNetObjectDetector"]
+    text = "which is said of it in many words, too many for a line"
+    table = Table(("name", "what", "why"), [(name, text, text) for name in names])
+    words = {word for line in table.text().splitlines() for word in line.split()}
+    assert {"sequential/batch_normalization/", "gamma", *names[1:]} <= words
+    note = "Written: /a/folder" + "/with/a/long/name" * 8
+    assert note.split()[1] in Table((), [], notes=[note]).text().splitlines()
 
 
 # Without a browser --------------------------------------------------------------------

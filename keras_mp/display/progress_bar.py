@@ -39,7 +39,7 @@ def progress_bar(
         transient=True,
     )
     with progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("starting", total=total)
 
         def show(text: str, done: int, part: float) -> None:
             progress.update(task, description=text, completed=done + part)

@@ -2,11 +2,13 @@
 
 import html
 import io
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHORT = 10  # A text of up to so many characters stays in one line.
+_LONGEST = (32, 28, 24, 20, 16, 12)  # Lines of a name, until the table fits.
+_GAP = 2  # Between columns.
 
 
 class Table:
@@ -41,6 +43,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        rows, widths = self._fitting(width)
         table = RichTable(
             box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
         )
@@ -48,15 +51,14 @@ class Table:
             right = bool(self.rows) and all(
                 isinstance(row[index], (int, float)) for row in self.rows
             )
-            cells = [str(row[index]) for row in self.rows]
             table.add_column(
                 Text(column),
                 justify="right" if right else "left",
                 overflow="fold",
-                no_wrap=all(len(x) <= _SHORT for x in "\n".join(cells).split("\n")),
+                width=widths[index],
             )
-        for row in self.rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
         out = io.StringIO()
         # In a notebook rich would show the table instead of returning it.
         console = Console(file=out, width=width, color_system=None, force_jupyter=False)
@@ -65,8 +67,15 @@ class Table:
             for line in lines:
                 # The lines of a list item are indented like its first.
                 indent = "  " if line.startswith("- ") else ""
-                filled = textwrap.fill(line, width, subsequent_indent=indent)
-                console.print(Text(filled))
+                # A path longer than the line stays one word, to be copied.
+                filled = textwrap.fill(
+                    line,
+                    width,
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                console.print(Text(filled), soft_wrap=True)
 
         if self.title:
             show([*self.title.split("\n"), ""])
@@ -75,6 +84,28 @@ class Table:
             show([""] if self.notes else [])
         show(self.notes)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def _fitting(self, width: int) -> tuple[list[list[str]], list[int]]:
+        """The cells, long names in lines, and the widths of the columns."""
+        for longest in _LONGEST:
+            rows = [
+                [_in_lines(str(cell), longest) for cell in row] for row in self.rows
+            ]
+            columns = [*zip(self.columns, *rows, strict=True)]
+            words = [_longest(column, str.split) for column in columns]
+            lines = [_longest(column, str.splitlines) for column in columns]
+            left = width - _GAP * len(columns)
+            if sum(words) <= left:
+                break
+        # The widest columns are wrapped first, but never within a word.
+        for widest in range(width, 0, -1):
+            widths = [
+                min(line, max(word, widest))
+                for word, line in zip(words, lines, strict=True)
+            ]
+            if sum(widths) <= left:
+                break
+        return rows, widths
 
     def markdown(self) -> str:
         """The table as Markdown, its title in bold."""
@@ -102,6 +133,24 @@ class Table:
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         return f"{title}{table if self.rows else ''}{notes}"
+
+
+def _longest(column: Sequence[str], parts: Callable[[str], list[str]]) -> int:
+    return max((len(part) for cell in column for part in parts(cell)), default=0)
+
+
+def _in_lines(text: str, width: int) -> str:
+    return re.sub(r"\S+", lambda word: "\n".join(folded(word[0], width)), text)
+
+
+def folded(name: str, width: int) -> list[str]:
+    """A long path or class name as several lines, broken where a word ends."""
+    lines = [""]
+    for part in re.findall(r".[^/_A-Z]*[/_]?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
 
 
 def in_bytes(size: int | None, digits: int = 1) -> str:

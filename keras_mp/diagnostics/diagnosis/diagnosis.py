@@ -1,6 +1,6 @@
 """`diagnose`: one batch, forward and backward, and what precision does to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from keras_mp.diagnostics.temporary_policies import (
     policy_name,
     with_float32,
 )
+from keras_mp.display.progress_bar import check_verbose, progress_bar
 from keras_mp.policies.temporary import Choice, temporary_policies
 
 # How many layers are added, one by one, to those that stay in float32.
@@ -30,7 +31,14 @@ _ROUNDS = 8
 _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
 
 
-def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Report:
+def diagnose(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    verbose: int = 1,
+) -> Report:
     """Says what float16 and bfloat16 do to a model, by one batch of its data.
 
     The batch goes forward and backward in float32, whose magnitudes say what would fit;
@@ -47,6 +55,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
         x, y, sample_weight: one batch, as `fit` takes them: arrays, or structures of
             them. `x` alone may be (x, y), (x, y, sample_weight), or a dataset, whose
             first batch is taken.
+        verbose: 0 for no progress bar.
 
     Returns:
         A `Report`: prints, shows in a notebook, `.to_html(path)`, `.to_dict()`,
@@ -55,7 +64,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     Raises:
         TypeError: if `model` is no `keras.Model`.
         ValueError: if it is not compiled, if `x` has no example, or if there is no `y`
-            for the loss.
+            for the loss, or if `verbose` is neither 0 nor 1.
 
     Example:
 
@@ -63,14 +72,24 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     print(keras_mp.diagnose(model, x[:32], y[:32]))
     ```
     """
+    check_verbose(verbose)
     check_compiled(model)
     batch = one_batch(model, x, y, sample_weight)
+    with progress_bar(4, verbose) as show:
+        return _diagnosis(model, batch, show)
+
+
+def _diagnosis(
+    model: Any, batch: Any, show: Callable[[str, int, float], None]
+) -> Report:
+    show("in float32", 0, 0)
     if not model.built:
         model(batch[0])
     scale = loss_scale_of(model)
     choose = half_policies(model)
     with temporary_policies(model, in_float32):
         wide = probe(model, batch, 1.0)
+    show("in half precision", 1, 0)
     with temporary_policies(model, choose):
         found = probe(model, batch, scale)
         half = layers_in_half(model)
@@ -81,6 +100,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
     broken = _broken_in_float32(batch, wide)
     kept: tuple[str, ...] = ()
     departure, cured, suits = None, None, ""
+    show("one beside the other", 2, 0)
     if not broken:
         float16 = Comparison(model, batch, choose, "float16")
         if verdict.fits and not first:
@@ -93,6 +113,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Re
             verdict, first, departure, [p for w in epsilons for p in w.paths]
         )
         if kept:
+            show("with layers in float32", 3, 0)
             choose = in_the_half(choose, "float16")
             kept, cured = _cure(model, batch, choose, float16, kept)
     return Report(

@@ -1,14 +1,13 @@
 """What `inspect` has found, as tables."""
 
 import dataclasses
-import re
 import textwrap
 from typing import Any
 
 from keras_mp.backends import engine
 from keras_mp.diagnostics.inspection.findings import Finding
 from keras_mp.diagnostics.inspection.layer_facts import LayerFacts
-from keras_mp.display.tables import Table, in_bytes
+from keras_mp.display.tables import Table, folded, in_bytes
 
 _WIDTH = 80
 _GAP = 2
@@ -86,8 +85,8 @@ class Inspection:
         left = _WIDTH - sum(taken) - _GAP * len(taken)
         names = []
         for layer in self.layers:
-            classes = [f"  {part}" for part in _folded(layer.class_name, left - 2)]
-            names.append("\n".join([*_folded(layer.path, left), *classes]))
+            classes = [f"  {part}" for part in folded(layer.class_name, left - 2)]
+            names.append("\n".join([*folded(layer.path, left), *classes]))
         return Table(
             ("layer", *columns),
             [(name, *row) for name, row in zip(names, rows, strict=True)],
@@ -151,16 +150,6 @@ class Inspection:
         if self.warnings:
             notes += ["", "Look at:", *(f"- {warning}" for warning in self.warnings)]
         return notes
-
-
-def _folded(name: str, width: int) -> list[str]:
-    """A long path or class name as several lines, broken where a word ends."""
-    lines = [""]
-    for part in re.findall(r".[^/_A-Z]*[/_]?", name):
-        if lines[-1] and len(lines[-1] + part) > width:
-            lines.append("")
-        lines[-1] += part
-    return lines
 
 
 def _weights(layer: LayerFacts) -> str:
