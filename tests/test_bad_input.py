@@ -26,6 +26,7 @@ import keras_mp
         ("initial_scale", float("nan")),
         ("initial_scale", "2"),
         ("initial_scale", None),
+        ("initial_scale", True),
         ("dynamic_growth_steps", 0),
         ("dynamic_growth_steps", 1.5),
         ("hysteresis", 0),
@@ -47,6 +48,18 @@ def test_an_argument_outside_its_range_is_refused(name, value):
         keras_mp.LossScaleOptimizer(inner, **{name: value})
     assert inner.loss_scale_factor == 8.0
     keras_mp.LossScaleOptimizer(inner)  # Nothing holds it.
+
+
+@pytest.mark.parametrize("inner", [object(), 3, None, [], keras.optimizers.Adam])
+def test_what_is_no_optimizer_of_keras_is_refused(inner):
+    with pytest.raises(ValueError, match="`inner_optimizer` must be a Keras optimizer"):
+        keras_mp.LossScaleOptimizer(inner)
+
+
+def test_dynamic_in_the_place_of_tf_keras_is_named():
+    for dynamic in (True, False):
+        with pytest.raises(ValueError, match=f"pass dynamic={dynamic} by its name"):
+            keras_mp.LossScaleOptimizer("adam", dynamic)
 
 
 def test_min_scale_over_max_scale_is_refused():

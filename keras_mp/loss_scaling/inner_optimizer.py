@@ -35,7 +35,9 @@ def checked_inner(inner_optimizer: Any) -> Any:
     Raises:
         ValueError: if it is none, scales the loss itself, or is in a wrapper already.
     """
-    inner = keras.optimizers.get(inner_optimizer)
+    inner = inner_optimizer
+    if isinstance(inner, str | dict):
+        inner = keras.optimizers.get(inner)
     if isinstance(inner, _SCALER):
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself. Received: "

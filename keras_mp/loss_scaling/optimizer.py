@@ -114,6 +114,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs: Any,
     ) -> None:
         refuse_inner_arguments(kwargs)
+        if isinstance(initial_scale, bool):
+            raise ValueError(
+                "`initial_scale` must be a number. Received: "
+                f"initial_scale={initial_scale}. tf.keras has `dynamic` in this place: "
+                f"pass dynamic={initial_scale} by its name, after the initial scale."
+            )
         if dynamic is False and initial_scale is _DEFAULT_INITIAL_SCALE:
             raise ValueError(
                 "`dynamic=False` needs an `initial_scale` to stay at. Received: "
