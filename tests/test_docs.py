@@ -121,7 +121,8 @@ def site(tmp_path_factory):
         "guides/what_stays_in_float32",
         "coming_from/keras",
     ]
-    + ["reference/loss_scaling", "notebooks/01_quickstart"],
+    + ["coming_from/torch_amp", "reference/loss_scaling", "how_it_works/measured"]
+    + ["notebooks/01_quickstart"],
 )
 def test_a_page_can_be_read_at_a_desk_and_on_a_telephone(
     browser, site, page, width, dark

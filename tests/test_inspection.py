@@ -487,14 +487,18 @@ def test_a_model_that_returns_float32_is_not_reported():
         assert not warnings_with(Net(), "by hand")
 
 
-def test_a_layer_without_a_source_is_not_reported():
+@pytest.mark.parametrize("text", [None, "It's no Python.\n", "x = (\n", '"""\n'])
+def test_a_layer_without_a_source_is_not_reported(text, tmp_path):
     names = {"layers": layers, "ops": ops}
-    exec(
+    code = (
         "class Typed(layers.Layer):\n"
         "    def call(self, x):\n"
-        "        return ops.cast(x, 'float16')\n",
-        names,
+        "        return ops.cast(x, 'float16')\n"
     )
+    path = tmp_path / "changed_since.py"
+    if text is not None:
+        path.write_text(text * 3)
+    exec(compile(code, str(path), "exec"), names)
     assert not warnings_with(alone(names["Typed"], "mixed_bfloat16"), "by hand")
 
 

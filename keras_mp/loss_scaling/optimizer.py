@@ -481,7 +481,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Warns once of broken steps, whose loss was not finite or whose gradients were
         not at the lowest scale. Reads the device, so it waits for the steps under way.
-        `fit` and eager `apply` call it by themselves.
+        Eager `apply` calls it by itself, and `fit` does so for `model.optimizer`.
 
         Args:
             optimizer_variables: in a stateless loop, the values of

@@ -12,6 +12,7 @@ the policies of their layers, and compute nothing themselves.)
 import ast
 import inspect
 import textwrap
+import tokenize
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -61,10 +62,10 @@ def is_custom(layer: Any, method: str) -> bool:
 
 
 def source_of(layer: Any, method: str) -> str:
-    """The source of a method; empty if there is none."""
+    """The source of a method; empty if there is none, or a file that is none."""
     try:
         return textwrap.dedent(inspect.getsource(getattr(type(layer), method)))
-    except (OSError, TypeError):
+    except (OSError, TypeError, tokenize.TokenError, SyntaxError):
         return ""
 
 
