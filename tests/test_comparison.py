@@ -550,7 +550,8 @@ def test_the_plot_has_axes_units_and_a_sentence():
     assert "times that of float32 (no unit)" in right.get_ylabel()
     legend = [text.get_text() for text in right.get_legend().get_texts()]
     assert "peak memory: not measured" in legend
-    assert "Left:" in figure.texts[0].get_text()
+    caption = " ".join(figure.texts[0].get_text().split())
+    assert "Accuracy: one point for each training" in caption
 
 
 # Time and memory ------------------------------------------------------------------

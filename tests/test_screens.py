@@ -20,7 +20,7 @@ import keras_mp
 from keras_mp.backends import devices
 from keras_mp.diagnostics import doctor
 from keras_mp.diagnostics.diagnosis.ranges import range_of
-from keras_mp.display import plots
+from keras_mp.display import page, plots
 from keras_mp.display.tables import Table
 from keras_mp.policies import hardware
 from keras_mp.policies.rules import RULES
@@ -311,6 +311,7 @@ DRAWN = {
     plots.plot_training: [
         (LOSSES, [2.0**15, 2.0**14, 2.0**14, 2.0**15], [2]),
         ({"float32": [1.0]}, []),
+        ({"float32": [2.0, 0.5], "mixed_float16": [2.1, np.nan]}, [2.0**15] * 1200),
     ],
     plots.plot_comparison: [
         (
@@ -322,6 +323,13 @@ DRAWN = {
                 "time per step": {"mixed_float16": (0.5, 0.4, 0.7)},
                 "peak memory": {"mixed_float16": None},
             },
+        ),
+        (
+            {"float32": [[2.0], [2.2]], "mixed_float16": [[2.1], [np.inf]]},
+            "accuracy",
+            {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]},
+            0.035,
+            {"time per step": {"mixed_float16": (0.5, 0.4, 0.7)}},
         ),
     ],
     plots.plot_gradients: [
@@ -367,6 +375,35 @@ def test_a_plot_has_a_title_axes_with_units_and_a_sentence(plot, arguments):
             assert label in COUNTS or re.fullmatch(r"\w.* \(.+\)", label)
     (caption,) = figure.texts
     assert re.fullmatch(r"[A-Z].*\.", caption.get_text(), re.DOTALL)
+
+
+def test_one_epoch_is_bars_from_0_and_a_cross_is_where_a_training_diverged():
+    lines, bars = (
+        plots.plot_comparison(*case) for case in DRAWN[plots.plot_comparison]
+    )
+    heights = [bar.get_height() for bar in bars.axes[0].patches]
+    assert heights == [pytest.approx(2.1), 2.1] and bars.axes[0].get_ylim()[0] == 0
+    assert [text.get_text() for text in bars.axes[0].texts] == ["1 not finite"]
+    crosses = [line for line in lines.axes[0].get_lines() if line.get_marker() == "X"]
+    assert [line.get_xydata().tolist() for line in crosses[:2]] == [[[2.0, 2.0]]] * 2
+    assert not lines.axes[0].patches
+
+
+def test_a_picture_of_a_report_follows_the_page_and_the_window(browser, tmp_path):
+    case = DRAWN[plots.plot_comparison][0]
+    shown = page.cell("A title", ["A sentence."], lambda: plots.plot_comparison(*case))
+    page.write(tmp_path / "page.html", "A title", shown)
+    heights = "return all('svg').map(x => x.getBoundingClientRect().height)"
+    for width, name in {WIDE: "wide", NARROW: "tall"}.items():
+        browser.open(tmp_path / "page.html", width, dark=True)
+        wide, tall = browser.ask(heights)
+        assert (wide > 200, tall > 200) == (name == "wide", name == "tall")
+        assert browser.hidden(f"svg.{name} text") == []
+        assert browser.overlaps(f"svg.{name} text") == []
+        photograph = browser.photograph(tmp_path / "page.png")
+        assert (photograph.mean(axis=2) < 60).mean() > 0.6  # No white slab.
+        light = browser.ask("return getComputedStyle(all('svg text')[0]).fill")
+        assert light == "rgb(255, 255, 255)"
 
 
 @drawn

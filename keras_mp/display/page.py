@@ -23,10 +23,12 @@ _CELL = (
     ".keras-mp tbody tr:nth-child(even){background:#8882}"
     ".keras-mp figure{margin:1.5em 0;max-width:48em}"
     ".keras-mp summary{cursor:pointer;padding:.3em 0}"
-    # Its text is black.
-    ".keras-mp svg{width:100%;height:auto;background:#fff}"
+    ".keras-mp svg{width:100%;height:auto}"
+    ".keras-mp svg.tall{display:none}"
     # On a phone the path of a row has a line of its own.
     "@media(max-width:40em){"
+    ".keras-mp svg.wide:has(+svg.tall){display:none}"
+    ".keras-mp svg.tall{display:block}"
     ".keras-mp table{font-size:.8em}"
     ".keras-mp tr{display:flex;flex-wrap:wrap}"
     ".keras-mp :is(td,th){flex:1;min-width:0;padding:.2em;box-sizing:border-box}"
@@ -58,12 +60,13 @@ def folded(name: str, part: str) -> str:
 def _drawn(plot: Callable[[], Any]) -> str:
     """A figure, with its caption in plain text below it."""
     try:
-        from keras_mp.display.plots import svg_and_caption
+        from keras_mp.display.plots import svgs_and_caption
 
-        svg, caption = svg_and_caption(plot())
+        svgs, caption = svgs_and_caption(plot())
     except MissingPackageError as error:
         return f"<p>No picture. {html.escape(str(error), quote=False)}</p>"
-    return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
+    pictures = "".join(svgs)
+    return f"<figure>{pictures}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def write(path: str | os.PathLike[str], title: str, shown: str) -> None:

@@ -10,7 +10,7 @@ from keras_mp_cli.missing import needed
 
 with needed("Drawing", "matplotlib"):
     from keras_mp.display.plots.comparison import plot_comparison
-    from keras_mp.display.plots.figures import save_png, svg_and_caption
+    from keras_mp.display.plots.figures import save_png, svgs_and_caption
     from keras_mp.display.plots.gradients import plot_gradients
     from keras_mp.display.plots.training import plot_training
 
@@ -19,5 +19,5 @@ __all__ = [
     "plot_gradients",
     "plot_training",
     "save_png",
-    "svg_and_caption",
+    "svgs_and_caption",
 ]

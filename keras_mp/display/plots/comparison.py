@@ -51,11 +51,13 @@ def plot_comparison(
     _draw_finals(middle, metric, finals, spread)
     _draw_ratios(right, base, ratios)
     caption = (
-        "Left: one line for each training; the lines of a seed should lie on each "
-        "other. Middle: one point for each training, joined by seed, and their means; "
-        f"the band is the spread of {base} over the seeds, and a mean outside it "
-        "differs by more than another seed would. Right: what is below the dashed line "
-        f"is less than under {base}; the thin lines are the range over the seeds."
+        "Training loss: one line for each training, or the mean of an only epoch; the "
+        "lines of a seed should lie on each other, and a cross is where one diverged. "
+        f"{metric.capitalize()}: one point for each training, joined by seed, and the "
+        f"means; the band is the spread of {base} over the seeds, and a mean outside "
+        "differs by more than another seed would. Time and memory: what is below the "
+        f"dashed line is less than under {base}; the thin lines are the range over the "
+        "seeds."
     )
     return figure.captioned(caption, characters=185, inches=0.6)
 

@@ -1,5 +1,6 @@
 """The loss of a training under several policies, and its loss scale, drawn."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,13 +67,16 @@ def _draw_scales(
     if scales:
         # If the scale never moved, the axis would have no height.
         axes.set_ylim(min(scales) / 4, max(scales) * 4)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.7g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.7g}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.grid(alpha=0.3)
 
 
 def _losses_text(losses: Mapping[str, Sequence[float]]) -> str:
     last = [loss[-1] for loss in losses.values()]
+    if not all(map(math.isfinite, last)):
+        return "Left: a cross is where a training diverged."
     apart = (max(last) - min(last)) / max(last)
     near_0 = ", of a loss near 0" if max(last) < 0.05 else ""
     return (
