@@ -88,6 +88,12 @@ def test_every_public_name_is_in_the_reference():
     named = re.findall(r"\.\. auto\w+:: (\w+)", text)
     public = {*keras_mp.__all__, *keras_mp.callbacks.__all__} - {"callbacks"}
     assert sorted(named) == sorted(public)
+    code = "".join(
+        block["code"]
+        for path in (DOCS / "reference").glob("*.md")
+        for block in documents.blocks(path)
+    )
+    assert [name for name in public if not re.search(rf"\.{name}\b", code)] == []
     methods = re.search(r":members: (.*)", text)[1].split(", ")
     own = vars(keras_mp.LossScaleOptimizer)
     as_keras = {"build", "finalize_variable_values", "get_config", "from_config"}
