@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 
 import matplotlib
 import matplotlib.font_manager
@@ -64,6 +65,22 @@ def test_committed_notebook_is_small_and_holds_nothing_of_the_machine(path):
     assert len(text) < 300_000
     for of_a_machine in ("/home/", "/root/", "/tmp/", "/work/", "site-packages"):
         assert of_a_machine not in text
+
+
+@notebooks
+def test_notebook_begins_with_what_one_learns_and_then_prepares_itself(path):
+    title, setup, *others = nbformat.read(path, as_version=4).cells
+    assert title.cell_type == "markdown"
+    # A full stop within a word, as in a name, ends no sentence.
+    assert re.fullmatch(r"# .+\n\n([^#.?!]|\.(?=\w))+\.", title.source)
+    assert setup.cell_type == "code"
+    assert 'os.environ.setdefault("KERAS_BACKEND", "jax")' in setup.source
+    assert not re.search(r"^\s*(import|from) keras", setup.source, re.MULTILINE)
+    [install] = re.findall(
+        r'^ +%pip install -q "keras_mp.*', setup.source, re.MULTILINE
+    )
+    with_data = any("sklearn" in cell.source for cell in others)
+    assert ("scikit-learn" in install) == with_data
 
 
 class ManagerOfThisInterpreter(AsyncKernelManager):
