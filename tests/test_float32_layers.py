@@ -1,7 +1,9 @@
 """`find_float32_layers`: what is planted is found, and nothing that can be spared."""
 
+import importlib.util
 import json
 import math
+import types
 
 import keras
 import numpy as np
@@ -26,6 +28,7 @@ from test_diagnosis import (
 import keras_mp
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
 from keras_mp.diagnostics.float32_search.smallest_set import smallest_set
+from keras_mp.display.progress_bar import _can_show
 from keras_mp.policies.layers import policy_of
 
 find = keras_mp.find_float32_layers
@@ -272,6 +275,14 @@ def test_a_progress_bar_goes_to_a_terminals_stderr(capsys, monkeypatch):
     assert shown.out == "" and "layers decided" in shown.err
     find(model, (X, Y), verbose=0)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("found", [object(), None])
+def test_in_a_notebook_there_is_a_bar_only_with_ipywidgets(found, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", {"ipywidgets": found}.get)
+    notebook = types.SimpleNamespace(is_jupyter=True, is_terminal=False)
+    assert _can_show(notebook) == (found is not None)
+    assert _can_show(types.SimpleNamespace(is_jupyter=False, is_terminal=True))
 
 
 @pytest.mark.parametrize("shape", [(64,), (8, 8)])

@@ -1,6 +1,7 @@
 """A progress bar."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,6 @@ def progress_bar(
     from rich.console import Console
 
     console = Console(stderr=True)
-    shown = verbose and (console.is_terminal or console.is_jupyter)
     progress = bars.Progress(
         "{task.description}",
         bars.BarColumn(),
@@ -35,7 +35,7 @@ def progress_bar(
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
         console=console,
-        disable=not shown,
+        disable=not (verbose and _can_show(console)),
         transient=True,
     )
     with progress:
@@ -45,6 +45,14 @@ def progress_bar(
             progress.update(task, description=text, completed=done + part)
 
         yield show
+
+
+def _can_show(console: Any) -> bool:
+    """Is there a terminal, or a notebook in which rich needs no more to draw a bar?"""
+    if console.is_jupyter:
+        # Without them rich writes into the notebook that they are missing.
+        return importlib.util.find_spec("ipywidgets") is not None
+    return console.is_terminal
 
 
 class TrainingProgress(keras.callbacks.Callback):

@@ -59,7 +59,7 @@ def plot_comparison(
         f"dashed line is less than under {base}; the thin lines are the range over the "
         "seeds."
     )
-    return figure.captioned(caption, characters=185, inches=0.6)
+    return figure.captioned(caption, characters=170, inches=0.8)
 
 
 def _draw_finals(
