@@ -248,6 +248,21 @@ def test_a_layer_that_fails_in_float32_too_raises_its_first_error_and_stays_half
     assert layer.compute_dtype == HALF
 
 
+@pytest.mark.parametrize("kind", [KeyError, AttributeError, ZeroDivisionError])
+def test_an_error_that_no_framework_raises_for_dtypes_is_left_as_it_is(kind):
+    calls = []
+
+    class Odd(layers.Layer):
+        def call(self, x):
+            calls.append(self.compute_dtype)
+            raise kind("dtype")
+
+    layer = Odd()
+    with pytest.raises(kind):
+        layer(X)
+    assert calls == [HALF] and layer.compute_dtype == HALF
+
+
 @promotes
 def test_without_a_policy_of_ours_nothing_is_caught():
     layer = Masked(dtype=keras.DTypePolicy("mixed_float16"))

@@ -372,6 +372,9 @@ class Engine:
         """
         raise NotImplementedError
 
+    dtype_errors: tuple[type[Exception], ...] = (TypeError, ValueError, RuntimeError)
+    """What the framework, and Keras, raise where dtypes do not fit."""
+
     why_no_memory = ""
     """Why `measure_memory` may return None on this backend, as a clause."""
 

@@ -124,7 +124,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
         fallen = self._scale < before
         # Whether it was applied when it was taken again is known no more.
         verb = "overflowed" if fallen and scaling.retakes else "skipped"
+        # The progress bar of `fit` stands in an open line.
+        bar = "\n" if self.params.get("verbose") == 1 else ""
         show_message(
-            f"\nkeras_mp: step {step} {verb} ({what}); loss scale "
+            f"{bar}keras_mp: step {step} {verb} ({what}); loss scale "
             f"{lower if fallen else f'stays {before:.10g}.'}"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.display.messages import warn
 from keras_mp.policies.choosing import (
@@ -39,7 +40,7 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
     try:
         with first_call(layer):
             return call()
-    except Exception as error:
+    except engine.dtype_errors as error:
         if not _may_be_kept(layer) or not _is_of_dtypes(error):
             raise
         if isinstance(layer, keras.Model) or _has_state(layer):

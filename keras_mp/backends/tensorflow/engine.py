@@ -51,6 +51,12 @@ class TensorFlowEngine(Engine):
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
     half_products = " where XLA compiles"
+    dtype_errors = (
+        *Engine.dtype_errors,
+        tf.errors.InvalidArgumentError,  # Two dtypes meet.
+        tf.errors.NotFoundError,  # There is no such kernel.
+        tf.errors.UnimplementedError,
+    )
     why_no_memory = "TensorFlow counts the memory of GPUs alone"
 
     def is_tracing(self) -> bool:
