@@ -15,7 +15,7 @@ from benchmarks.suites import suite_named
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-PICTURES = ROOT / "docs" / "_static"
+PICTURES = ROOT / "docs" / "images"
 READMES = (
     FOLDER / "README.md",
     ROOT / "README.md",
