@@ -22,9 +22,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_generated"]
 
-# Headings can be linked to; a page may hold a note or a table of Sphinx's.
-myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3  # Headings can be linked to.
 # The stored output of a notebook is what its last run showed; tests run them.
 nb_execution_mode = "off"
 
@@ -32,7 +30,6 @@ nb_execution_mode = "off"
 default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"

@@ -11,13 +11,11 @@ FLAGS = [
     "--xla_llvm_disable_expensive_passes=true",
 ]
 try:
-    jaxlib = importlib.metadata.version("jaxlib").split(".")
+    version = importlib.metadata.version("jaxlib").split(".")
 except importlib.metadata.PackageNotFoundError:
-    jaxlib = ["0", "0"]
-if (int(jaxlib[0]), int(jaxlib[1])) < (
-    0,
-    11,
-):  # Later ones no longer have it, and stop.
+    version = ["0", "0"]
+# jaxlib 0.11 no longer has this flag, and stops at it.
+if [*map(int, version[:2])] < [0, 11]:
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 # torch's threads wait by spinning, and so keep those of the other workers waiting.

@@ -63,11 +63,12 @@ def loss_of(inputs, kernel, bias, operands, labels=LABELS):
     return torch.mean(losses)
 
 
-@pytest.mark.parametrize("classes", [300, 50257, 50304, 128256])
-def test_a_chunk_is_what_matrix_units_take(classes):
-    number = cross_entropy.number_of_chunks(8192 * classes * 4)
-    size = size_of_chunk(classes, number) if number else 128
-    assert size % 128 == 0 and 0 <= size * number - classes < 128 * number
+@pytest.mark.parametrize(
+    ("classes", "number", "size"),
+    [(300, 3, 128), (50257, 25, 2048), (50304, 25, 2048), (128256, 63, 2048)],
+)
+def test_a_chunk_is_a_multiple_of_what_matrix_units_take(classes, number, size):
+    assert size_of_chunk(classes, number) == size
 
 
 HALVES = {

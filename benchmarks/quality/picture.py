@@ -1,6 +1,5 @@
 """The picture of README: results of whole trainings, over those in float32."""
 
-import io
 import statistics
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.quality.tables import KERAS, UNSCALED
 from benchmarks.results import Record
+from keras_mp.display.plots.figures import svg_text
 
 # A training, and what else it can be trained in. keras_mp's own come first.
 _ROWS = (
@@ -33,20 +33,13 @@ def svg(records: Sequence[Record], dark: bool) -> str:
     found = {(r["case"], r["way"]): r["values"] for r in records if r.get("values")}
     colour = "#e6edf3" if dark else "#1f2328"
     settings = {
-        "svg.fonttype": "none",  # As text, which can be searched.
-        "svg.hashsalt": "keras_mp",  # The same each time.
         "font.size": 11,
         **dict.fromkeys(
             ("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), colour
         ),
     }
-    out = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context(settings):
-        _draw(found, colour).savefig(
-            out, format="svg", transparent=True, metadata=nothing
-        )
-    return "<svg" + out.getvalue().partition("<svg")[2]
+        return svg_text(_draw(found, colour), salt="keras_mp")
 
 
 def _draw(found: dict[tuple[str, str], list[float | None]], colour: str) -> Figure:
@@ -54,9 +47,9 @@ def _draw(found: dict[tuple[str, str], list[float | None]], colour: str) -> Figu
     axes = figure.subplots()
     for row, (case, _, other, name) in enumerate(_ROWS):
         colours = {**_OURS, other: _OTHER}
-        for number, (way, bar) in enumerate(colours.items()):
+        for place, (way, bar) in enumerate(colours.items()):
             share, lost = _share(case, found[case, way], found[case, "float32"])
-            y = row + _HEIGHT * (number - 1)
+            y = row + _HEIGHT * (place - 1)
             axes.barh(y, share, _HEIGHT * 0.9, color=bar)
             label = f"keras_mp {way}" if way in _OURS else name
             failed = f", {lost} of {len(found[case, way])} not finite" if lost else ""
@@ -68,9 +61,9 @@ def _draw(found: dict[tuple[str, str], list[float | None]], colour: str) -> Figu
                 va="center",
                 color="#000000" if inside else colour,
                 fontsize=9.5,
-            )  # fmt: skip
-            axes.text(1.08, y, f"{share:.2f}", va="center",
-                      ha="right", fontsize=9.5)  # fmt: skip
+            )
+            number = f"{share:.2f}"
+            axes.text(1.08, y, number, va="center", ha="right", fontsize=9.5)
     axes.axvline(1, color=colour, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(_ROWS)), [title for _, title, _, _ in _ROWS])
     axes.invert_yaxis()

@@ -11,12 +11,9 @@ from benchmarks.kernels.peers import Decoder
 
 
 def _mlp(width: int, depth: int) -> nn.Module:
-    hidden = [part for _ in range(depth - 1) for part in (_layer(width), nn.ReLU())]
-    return nn.Sequential(*hidden, _layer(width))
-
-
-def _layer(width: int) -> nn.Module:
-    return nn.Linear(width, width)
+    layers = [nn.Linear(width, width) for _ in range(depth)]
+    hidden = [part for layer in layers[:-1] for part in (layer, nn.ReLU())]
+    return nn.Sequential(*hidden, layers[-1])
 
 
 def _of_torchvision(name: str) -> Callable[..., nn.Module]:

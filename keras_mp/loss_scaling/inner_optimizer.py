@@ -36,6 +36,7 @@ def checked_inner(inner_optimizer: Any) -> Any:
         ValueError: if it is none, scales the loss itself, or is in a wrapper already.
     """
     inner = inner_optimizer
+    # Of other things Keras says only that it cannot interpret them.
     if isinstance(inner, str | dict):
         inner = keras.optimizers.get(inner)
     if isinstance(inner, _SCALER):

@@ -161,12 +161,21 @@ def svgs_and_caption(figure: Figure) -> tuple[list[str], str]:
 
 def _svg(figure: Figure, name: str) -> str:
     figure.tight_layout()
-    out = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    # As text, which can be searched. Two pictures in a page must not share their names.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(out, format="svg", metadata=nothing, transparent=True)
-    svg = f'<svg class="{name}" fill="{_PAGES}"' + out.getvalue().partition("<svg")[2]
+    # Two pictures in a page must not share their names.
+    svg = svg_text(figure, salt=name)
+    svg = svg.replace("<svg", f'<svg class="{name}" fill="{_PAGES}"', 1)
     # Its style is for `*`, and would apply to the whole page.
     svg = re.sub("<style.*?</style>", "", svg, flags=re.DOTALL)
     return svg.replace(_BLACK, _PAGES)
+
+
+def svg_text(figure: Figure, salt: str) -> str:
+    """`figure` as SVG, always the same for a salt, without a ground.
+
+    Its texts are texts, which can be searched.
+    """
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(out, format="svg", metadata=nothing, transparent=True)
+    return "<svg" + out.getvalue().partition("<svg")[2]
