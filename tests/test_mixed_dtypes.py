@@ -214,6 +214,41 @@ def test_the_denoiser_of_kerass_ddim_trains_as_in_float32():
     np.testing.assert_allclose(losses(f"mixed_{HALF}"), expected, rtol=rounding)
 
 
+class Projected(layers.Layer):
+    """As the attention of KerasHub: Keras knows its shapes without a call."""
+
+    def build(self, input_shape):
+        self.inner = Projection(name="inner")
+        self.inner.build(input_shape)
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+class Projection(layers.Layer):
+    def build(self, input_shape):
+        self.project = layers.EinsumDense("abc,cd->abd", (None, input_shape[-1]))
+        self.project.build(input_shape)
+
+    def call(self, inputs):
+        return self.project(inputs)
+
+
+def test_a_layer_stays_half_where_only_shapes_are_asked_for():
+    # On torch "meta" tensors are half there, and variables float32: EinsumDense fails.
+    x = X.reshape(8, 2, 2)
+    inputs = keras.Input((2, 2))
+    outputs = layers.Dense(4)(layers.Flatten()(Projected(name="outer")(inputs)))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    model.fit(x, X, verbose=0)
+    dtypes = {layer.compute_dtype for layer in model.layers[1]._flatten_layers()}
+    assert dtypes == {HALF}
+
+
 @promotes
 def test_a_layer_inside_another_is_kept_and_the_other_is_not():
     class Block(layers.Layer):

@@ -375,6 +375,14 @@ class Engine:
     dtype_errors: tuple[type[Exception], ...] = (TypeError, ValueError, RuntimeError)
     """What the framework, and Keras, raise where dtypes do not fit."""
 
+    def only_shapes(self) -> bool:
+        """Are layers called for shapes alone, where variables have another dtype?
+
+        On torch Keras tries "meta" tensors, whose variables are float32 in every call,
+        and falls back on real ones where that fails.
+        """
+        return False
+
     why_no_memory = ""
     """Why `measure_memory` may return None on this backend, as a clause."""
 

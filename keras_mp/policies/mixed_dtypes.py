@@ -41,7 +41,7 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
         with first_call(layer):
             return call()
     except engine.dtype_errors as error:
-        if not _may_be_kept(layer) or not _is_of_dtypes(error):
+        if engine.only_shapes() or not _may_be_kept(layer) or not _is_of_dtypes(error):
             raise
         if isinstance(layer, keras.Model) or _has_state(layer):
             error.add_note(_note(layer))

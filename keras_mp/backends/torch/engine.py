@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from keras import ops
 from torch import distributed
 
 import keras_mp.keras_private as private
@@ -86,6 +87,9 @@ class TorchEngine(Engine):
     def is_tracing(self) -> bool:
         """Is torch.compile tracing us?"""
         return torch.compiler.is_compiling()
+
+    def only_shapes(self) -> bool:
+        return bool(ops.convert_to_tensor(0.0).is_meta)
 
     def make_train_function(
         self, model: Any, original: Callable, force: bool, wrap: Wrapper
