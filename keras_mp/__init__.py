@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_mp_cli.missing import BACKENDS, needed
+from keras_mp.errors import BACKENDS, TrainingDivergedError, needed
 
 # Before anything else, so that one sentence says what to install. Keras imports its
 # backend, and rich, which draws the tables here too.
@@ -13,7 +13,6 @@ with needed("keras_mp", "rich", *BACKENDS):
 from keras_mp import callbacks
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
-from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import BFloat16, MixedBFloat16, MixedFloat16, Policy

@@ -7,21 +7,16 @@ it reads the arguments, chooses the backend, and then calls `keras_mp.cli`.
 
 from collections.abc import Sequence
 
+from keras_mp_cli import arguments, commands, run
+from keras_mp_cli.messages import missing_package_is_one_line
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point of `keras-mp` and of `python -m keras_mp_cli`."""
-    # Here, not above: `import keras_mp` imports this package too, for `missing`.
-    from keras_mp_cli import arguments, commands
-    from keras_mp_cli.messages import fail
-    from keras_mp_cli.missing import MissingPackageError
-    from keras_mp_cli.run import run
-
     options = vars(arguments.parser().parse_args(argv))
     command = options.pop("command")
     if command == "run":
-        run(**options)
+        run.run(**options)
         return
-    try:
+    with missing_package_is_one_line():
         commands.start(command, **options)
-    except MissingPackageError as error:
-        fail(str(error))

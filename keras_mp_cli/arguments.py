@@ -2,9 +2,10 @@
 
 import argparse
 import os
+from importlib.metadata import distributions
 from typing import Any
 
-from keras_mp_cli.missing import BACKENDS, version_of
+from keras_mp_cli.backends import BACKENDS
 
 POLICIES = ("auto", "mixed_float16", "mixed_bfloat16", "bfloat16", "float32")
 
@@ -16,7 +17,8 @@ def parser() -> argparse.ArgumentParser:
         description="Mixed precision for Keras 3.",
         allow_abbrev=False,
     )
-    version = f"keras-mp {version_of('keras_mp')}"
+    found = (package.version for package in distributions(name="keras_mp"))
+    version = f"keras-mp {next(found, '(not installed)')}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True

@@ -1,11 +1,21 @@
 """The backend that a command runs on, chosen before Keras is imported."""
 
 import contextlib
+import importlib
 import json
 import os
+from importlib.util import find_spec
 
 from keras_mp_cli.messages import fail
-from keras_mp_cli.missing import BACKENDS, is_installed, missing_backend
+
+BACKENDS = ("jax", "tensorflow", "torch")
+
+
+def set_backend(asked: str | None, preferred: str | None = None) -> None:
+    """Sets KERAS_BACKEND. If that is not installed, keras_mp's error is raised."""
+    os.environ["KERAS_BACKEND"] = chosen = choose_backend(asked, preferred)
+    if find_spec(chosen) is None:
+        importlib.import_module("keras_mp")
 
 
 def choose_backend(asked: str | None, preferred: str | None = None) -> str:
@@ -13,6 +23,7 @@ def choose_backend(asked: str | None, preferred: str | None = None) -> str:
 
     If nobody asked, that is the preferred one if it is installed, else the one in
     Keras' own configuration file, else the first of jax, tensorflow and torch that is.
+    Where none is, it is jax.
     """
     asked = asked or os.environ.get("KERAS_BACKEND")
     if asked:
@@ -21,14 +32,11 @@ def choose_backend(asked: str | None, preferred: str | None = None) -> str:
                 f"the backend must be one of {', '.join(BACKENDS)}. "
                 f"Received: KERAS_BACKEND={asked}"
             )
-        if not is_installed(asked):
-            raise missing_backend(asked)
         return asked
-
     for backend in (preferred, configured_backend(), *BACKENDS):
-        if backend in BACKENDS and is_installed(backend):
+        if backend in BACKENDS and find_spec(backend):
             return backend
-    raise missing_backend(BACKENDS[0])
+    return BACKENDS[0]
 
 
 def fall_back() -> None:

@@ -11,7 +11,7 @@ import sys
 import types
 from typing import Any
 
-from keras_mp_cli.backends import backend_of_breakpoint, choose_backend
+from keras_mp_cli.backends import backend_of_breakpoint, set_backend
 from keras_mp_cli.messages import fail
 from keras_mp_cli.tracebacks import file_of, traces
 
@@ -25,7 +25,7 @@ def start(command: str, backend: str | None = None, **options: Any) -> None:
         if not os.path.isdir(options["folder"]):
             fail(f"there is no folder {options['folder']!r}")
         preferred = backend_of_breakpoint(options["folder"])
-    os.environ["KERAS_BACKEND"] = choose_backend(backend, preferred)
+    set_backend(backend, preferred)
     if command == "compare":
         # Imported before Keras: it may choose the backend in its first lines.
         options.update(module=import_script(options["script"]), backend=backend)

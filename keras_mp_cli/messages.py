@@ -1,6 +1,8 @@
 """What the command says when it cannot go on."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 
@@ -8,6 +10,25 @@ def fail(message: str) -> NoReturn:
     """Ends with one line on stderr and the exit status of a wrong command line."""
     print(f"keras-mp: error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def missing_package_is_one_line() -> Iterator[None]:
+    """Ends the command where keras_mp says that a package is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not is_missing_package(error):
+            raise
+        fail(str(error))
+
+
+def is_missing_package(error: BaseException) -> bool:
+    """Whether this is keras_mp's MissingPackageError, whose message is one sentence.
+
+    By its name: the class cannot be imported where Keras, or its backend, is missing.
+    """
+    return type(error).__name__ == "MissingPackageError"
 
 
 def one_line(error: Exception) -> str:

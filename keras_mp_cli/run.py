@@ -8,17 +8,11 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from keras_mp_cli.backends import choose_backend, fall_back
-from keras_mp_cli.messages import fail
-from keras_mp_cli.missing import (
-    BACKENDS,
-    MissingPackageError,
-    is_installed,
-    missing_backend,
-    package_of,
-)
+from keras_mp_cli.backends import BACKENDS, fall_back, set_backend
+from keras_mp_cli.messages import fail, is_missing_package, missing_package_is_one_line
 from keras_mp_cli.tracebacks import remove_our_frames
 
 # Keeps the counters of every optimizer, and has a line for each at the end.
@@ -45,12 +39,14 @@ class PolicyOnKerasImport:
     Attributes:
         done: whether the policy is set.
         outcome: why not, as a line for the user.
+        lacks_a_package: whether Keras could not be imported without some package.
     """
 
     def __init__(self, policy: str, backend: str | None = None) -> None:
         self.policy, self.backend = policy, backend
         self.done = False
         self.outcome = "the script never imported keras, so no policy was set"
+        self.lacks_a_package = False
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
@@ -89,12 +85,8 @@ class PolicyOnKerasImport:
 
     def failed(self, name: str, error: BaseException) -> None:
         """Is called when the import of the module of this name raised an error."""
-        package = package_of(error)
-        self.outcome = (
-            str(missing_backend(package))
-            if package in BACKENDS
-            else f"the import of {name} failed, so no policy was set"
-        )
+        self.outcome = f"the import of {name} failed, so no policy was set"
+        self.lacks_a_package = isinstance(error, ModuleNotFoundError)
 
 
 class _LoaderThatReports:
@@ -142,13 +134,9 @@ def run(
             source = file.read()
     except OSError as error:
         fail(f"cannot read the script {script!r}: {error.strerror}")
-    if not any(map(is_installed, BACKENDS)):
-        fail(str(missing_backend(BACKENDS[0])))
-    if backend is not None:
-        try:
-            os.environ["KERAS_BACKEND"] = choose_backend(backend)
-        except MissingPackageError as error:
-            fail(str(error))
+    if backend is not None or not any(map(find_spec, BACKENDS)):
+        with missing_package_is_one_line():
+            set_backend(backend)
 
     hook = PolicyOnKerasImport(policy, backend)
     sys.meta_path.insert(0, hook)
@@ -185,7 +173,7 @@ def run(
 def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
     """The lines to print when the script has ended."""
     if not hook.done:
-        yield hook.outcome
+        yield _what_is_missing(hook) or hook.outcome
         return
     # Whatever the script has done to the summary, its own exit status counts.
     try:
@@ -193,3 +181,14 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
     except Exception as error:
         lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
     yield from lines or ["the script compiled no model with an optimizer"]
+
+
+def _what_is_missing(hook: PolicyOnKerasImport) -> str:
+    """What keras_mp says of the package that Keras did not find, if it was that."""
+    if hook.lacks_a_package:
+        try:
+            sys.meta_path.remove(hook)
+            importlib.import_module("keras_mp")
+        except Exception as error:
+            return str(error) if is_missing_package(error) else ""
+    return ""

@@ -8,6 +8,9 @@ import pytest
 from backends import BACKEND
 from workplace import ROOT
 
+from keras_mp import errors
+from keras_mp_cli import backends
+
 NO_BACKEND = (
     "Keras needs a backend, and none of jax, tensorflow, torch is installed: "
     'pip install "keras_mp[jax]"'
@@ -50,7 +53,7 @@ def error_of(done):
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
     kind, message = done.stderr.splitlines()[-1].split(": ", 1)
-    assert kind == "keras_mp_cli.missing.MissingPackageError"
+    assert kind == "keras_mp.errors.MissingPackageError"
     return message
 
 
@@ -81,6 +84,11 @@ def test_an_error_within_an_installed_package_is_left_as_it_is():
 
 
 BACKENDS = ["jax", "tensorflow", "torch"]
+
+
+@pytest.mark.once
+def test_the_command_and_keras_mp_know_the_same_backends():
+    assert [*backends.BACKENDS] == [*errors.BACKENDS] == BACKENDS
 
 
 def test_without_any_backend_the_import_is_one_sentence():

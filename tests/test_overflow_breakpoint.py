@@ -837,7 +837,7 @@ def test_the_command_prints_it(saved, capsys):
 def test_where_nobody_asks_it_is_replayed_where_it_was_saved(saved, monkeypatch):
     command = keras_mp_cli.backends
     for backend in command.BACKENDS:
-        monkeypatch.setattr(command, "is_installed", lambda name: True)
+        monkeypatch.setattr(command, "find_spec", lambda name: True)
         monkeypatch.delenv("KERAS_BACKEND", raising=False)
         change(saved, backend=backend)
         saved_on = command.backend_of_breakpoint(str(saved))

@@ -61,6 +61,7 @@ def test_policy_that_the_script_sets_itself_wins(work):
 
 
 def test_script_may_choose_its_backend_before_it_imports_keras(work):
+    install(work, "torch")
     result = work.run(
         """
         import os, sys
@@ -73,6 +74,7 @@ def test_script_may_choose_its_backend_before_it_imports_keras(work):
 
 
 def test_script_may_try_another_backend_when_the_first_cannot_be_imported(work):
+    install(work, "jax")
     result = work.run(
         """
         import os

@@ -20,6 +20,8 @@ FAKES = {
         import os
         if os.environ.get("KERAS_BACKEND") == "broken":
             raise ImportError("no such backend")
+        if os.environ.get("KERAS_BACKEND"):
+            __import__(os.environ["KERAS_BACKEND"])
         import keras.src.core
         from keras import backend, layers, models
         print("keras on", os.environ.get("KERAS_BACKEND"))
@@ -42,7 +44,9 @@ FAKES = {
     "keras/src/__init__.py": "",
     "keras/src/core.py": "",
     "keras_mp/__init__.py": """
-        import keras
+        from keras_mp.errors import BACKENDS, needed
+        with needed("keras_mp", *BACKENDS):
+            import keras
         from types import SimpleNamespace
         policy = "unset"
         def set_global_policy(name):
@@ -103,9 +107,9 @@ class Workplace:
         self.folder = folder
         self.fakes = folder / "fakes"
         # The command is copied: beside the original is the real package.
-        for part in "keras_mp_cli", "keras_mp/cli":
-            for path in (ROOT / part).glob("*.py"):
-                write(self.fakes, {f"{part}/{path.name}": path.read_text()})
+        for part in "keras_mp_cli/*.py", "keras_mp/cli/*.py", "keras_mp/errors.py":
+            for path in ROOT.glob(part):
+                write(self.fakes, {str(path.relative_to(ROOT)): path.read_text()})
         write(self.fakes, FAKES)
         # As pip writes it.
         self.command_file = folder / "bin" / "keras-mp"

@@ -8,13 +8,12 @@ import importlib
 import keras
 
 from keras_mp.backends.interface import Engine
-
-ENGINES = ("jax", "tensorflow", "torch")
+from keras_mp.errors import BACKENDS
 
 
 def _import_engine() -> Engine:
     name = keras.backend.backend()
-    if name not in ENGINES:
+    if name not in BACKENDS:
         raise ImportError(
             "keras_mp trains on the backends jax, tensorflow and torch. Received: "
             f"KERAS_BACKEND={name}. Set the environment variable KERAS_BACKEND."

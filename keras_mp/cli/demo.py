@@ -19,8 +19,8 @@ from keras_mp.config import policy_scope
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.inspection.inspection import inspect
 from keras_mp.display.progress_bar import TrainingProgress, progress_bar
+from keras_mp.errors import MissingPackageError, needed
 from keras_mp.policies.hardware import recommended_policy
-from keras_mp_cli.missing import MissingPackageError, needed
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 

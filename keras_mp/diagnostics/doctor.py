@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import keras
@@ -14,8 +15,8 @@ from keras import ops
 
 from keras_mp.backends import engine
 from keras_mp.display.tables import Table
+from keras_mp.errors import missing_package, version_of
 from keras_mp.policies.hardware import Recommendation, recommended_policy
-from keras_mp_cli.missing import is_installed, missing_package, version_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 SECONDS = 1.0  # For all products together, without their compilation.
@@ -101,7 +102,7 @@ def examine(seconds: float = SECONDS) -> Examination:
     return Examination(
         versions={
             "Python": platform.python_version(),
-            **{name: version_of(name, "(version unknown)") for name in packages},
+            **{name: version_of(name) for name in packages},
         },
         driver=driver,
         recommended=recommended,
@@ -176,5 +177,5 @@ def _missing(driver: str, accelerated: bool) -> Iterator[str]:
         yield (
             "No GPU found. You can test mixed precision here, but expect no speed-up."
         )
-    if not is_installed("matplotlib"):
+    if find_spec("matplotlib") is None:
         yield str(missing_package("Drawing", "matplotlib"))

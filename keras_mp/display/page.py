@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_mp_cli.missing import MissingPackageError
+from keras_mp.errors import MissingPackageError
 
 _CELL = (
     ".keras-mp{overflow-wrap:break-word}"

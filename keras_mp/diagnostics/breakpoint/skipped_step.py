@@ -23,11 +23,11 @@ from keras_mp.diagnostics.breakpoint.folder import (
 )
 from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
 from keras_mp.diagnostics.diagnosis.report import Report
+from keras_mp.errors import version_of
 from keras_mp.loss_scaling.nonfinite import ROWS, added
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.schedule import LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
-from keras_mp_cli.missing import version_of
 
 _SEEDS = "seeds"
 

@@ -6,7 +6,7 @@ Figures are built without `pyplot`, so that drawing one neither opens a window n
 changes what a notebook or a script has set up for itself.
 """
 
-from keras_mp_cli.missing import needed
+from keras_mp.errors import needed
 
 with needed("Drawing", "matplotlib"):
     from keras_mp.display.plots.comparison import plot_comparison
