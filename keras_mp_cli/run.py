@@ -185,10 +185,11 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
 
 def _what_is_missing(hook: PolicyOnKerasImport) -> str:
     """What keras_mp says of the package that Keras did not find, if it was that."""
-    if hook.lacks_a_package:
-        try:
+    try:
+        if hook.lacks_a_package:
             sys.meta_path.remove(hook)
             importlib.import_module("keras_mp")
-        except Exception as error:
-            return str(error) if is_missing_package(error) else ""
+    except Exception as error:
+        if is_missing_package(error):
+            return str(error)
     return ""

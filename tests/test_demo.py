@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from workplace import block
 
-from keras_mp.cli import demo as demo_module
-from keras_mp.cli.demo import POLICIES, demo
 from keras_mp.display.plots import plot_training
+from keras_mp_cli import demo as demo_module
+from keras_mp_cli.demo import POLICIES, demo
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def error_of(done):
         ("rich", "    import keras_mp", "keras_mp needs rich: pip install rich"),
         (
             "sklearn",
-            "    from keras_mp.cli.demo import demo\n    demo(epochs=1)",
+            "    from keras_mp_cli.demo import demo\n    demo(epochs=1)",
             'The demo needs scikit-learn: pip install "keras_mp[demo]"',
         ),
     ],

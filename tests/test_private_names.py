@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 FILES = [
     path
-    for folder in ("keras_mp", "benchmarks", "sweeps")
+    for folder in ("keras_mp", "keras_mp_cli", "benchmarks", "sweeps")
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")

@@ -514,7 +514,7 @@ def test_every_module_that_prints_a_table_is_among_these():
     )
     files = [p for p in PACKAGE.rglob("*.py") if prints.search(p.read_text())]
     found = {p.relative_to(PACKAGE).as_posix() for p in files}
-    assert found == {*TABLES, "cli/demo.py"}  # Which test_demo.py runs.
+    assert found == {*TABLES}
 
 
 @pytest.mark.parametrize("name", TABLES)

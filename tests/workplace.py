@@ -76,7 +76,7 @@ FAKES = {
             return entries
     """,
     "keras_mp/loss_scaling/__init__.py": "",
-    "keras_mp/cli/demo.py": """
+    "keras_mp_cli/demo.py": """
         import os
         def demo(epochs=12, out="keras_mp_demo.png"):
             print(os.environ["KERAS_BACKEND"], epochs, out)
@@ -107,7 +107,7 @@ class Workplace:
         self.folder = folder
         self.fakes = folder / "fakes"
         # The command is copied: beside the original is the real package.
-        for part in "keras_mp_cli/*.py", "keras_mp/cli/*.py", "keras_mp/errors.py":
+        for part in "keras_mp_cli/*.py", "keras_mp/errors.py":
             for path in ROOT.glob(part):
                 write(self.fakes, {str(path.relative_to(ROOT)): path.read_text()})
         write(self.fakes, FAKES)

@@ -2,7 +2,7 @@
 
 import sys
 
-import keras
+from keras.models import load_model
 
 import keras_mp
 from keras_mp_cli.messages import fail, one_line
@@ -10,7 +10,6 @@ from keras_mp_cli.messages import fail, one_line
 
 def inspect(model: str) -> None:
     """Prints what the layers of a model in a file compute in."""
-    load_model = keras.models.load_model
     try:
         opened = load_model(model)
     except Exception as with_optimizer:

@@ -10,8 +10,8 @@ import keras
 import keras_mp
 from keras_mp.diagnostics.breakpoint import replay as breakpoints
 from keras_mp.errors import BreakpointError
-from keras_mp_cli.commands import import_script
 from keras_mp_cli.messages import fail, one_line
+from keras_mp_cli.scripts import import_script
 
 
 def replay(folder: str, script: str | None = None) -> None:

@@ -1,36 +1,13 @@
-"""The commands but `run`: the backend is chosen, and `keras_mp.cli` does the rest.
+"""A script of the user's, imported for what it defines."""
 
-Only here may Keras be imported, and only after KERAS_BACKEND is set.
-"""
-
-import importlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
-from typing import Any
 
-from keras_mp_cli.backends import backend_of_breakpoint, set_backend
 from keras_mp_cli.messages import fail
 from keras_mp_cli.tracebacks import file_of, traces
-
-
-def start(command: str, backend: str | None = None, **options: Any) -> None:
-    """Calls the function in `keras_mp.cli` that has the name of the command."""
-    preferred = None
-    if command == "inspect" and not os.path.isfile(options["model"]):
-        fail(f"cannot read the model {options['model']!r}: there is no such file")
-    if command == "replay":
-        if not os.path.isdir(options["folder"]):
-            fail(f"there is no folder {options['folder']!r}")
-        preferred = backend_of_breakpoint(options["folder"])
-    set_backend(backend, preferred)
-    if command == "compare":
-        # Imported before Keras: it may choose the backend in its first lines.
-        options.update(module=import_script(options["script"]), backend=backend)
-    function = getattr(importlib.import_module(f"keras_mp.cli.{command}"), command)
-    function(**options)
 
 
 def import_script(

@@ -68,7 +68,7 @@ def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
         ModuleNotFoundError: if scikit-learn is not installed.
 
     Example:
-        >>> keras_mp.cli.demo.demo(epochs=2, out="digits.png")
+        >>> keras_mp_cli.demo.demo(epochs=2, out="digits.png")
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise ValueError(
