@@ -166,14 +166,3 @@ def test_without_matplotlib_the_table_is_printed_with_a_hint(
     hint = 'No picture. Drawing needs matplotlib: pip install "keras_mp[plots]"\n'
     assert out.startswith(hint) and "50.0%" in out
     assert not (tmp_path / "none.png").exists()
-
-
-@pytest.mark.parametrize("epochs", [0, -1, 1.5, True, "3"])
-def test_a_number_of_epochs_that_is_none_is_refused(epochs):
-    with pytest.raises(ValueError, match="`epochs` must .* Received: epochs="):
-        demo(epochs=epochs)
-
-
-def test_a_folder_that_is_not_there_is_refused_before_the_training(tmp_path):
-    with pytest.raises(ValueError, match="`out` must .* Received: out=.*nowhere"):
-        demo(out=str(tmp_path / "nowhere" / "digits.png"))
