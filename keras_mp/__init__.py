@@ -19,6 +19,7 @@ from keras_mp.policies.policy import BFloat16, MixedBFloat16, MixedFloat16, Poli
 from keras_mp.policies.rules import keep_float32
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 from keras_mp.seams import install, uninstall
+from keras_mp.sharding import fully_shard
 
 if TYPE_CHECKING:
     from keras_mp.diagnostics.comparison.comparison import compare
@@ -41,6 +42,7 @@ __all__ = [
     "convert",
     "diagnose",
     "find_float32_layers",
+    "fully_shard",
     "global_policy",
     "inspect",
     "install",

@@ -225,6 +225,11 @@ def raw_value(variable: Any) -> Any:
     return variable._value
 
 
+def set_raw_value(variable: Any, value: Any) -> None:
+    """Gives a variable another tensor; `assign` copies into the one that it has."""
+    variable._value = value
+
+
 def stored_dtype(variable: Any) -> str:
     """The dtype of a variable; `dtype` is half precision within a layer's call."""
     return variable._dtype

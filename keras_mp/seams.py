@@ -17,8 +17,10 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
     Model.export                 files for LiteRT compute in float32
+    Model.save, save_weights     one process writes the file of a sharded model
     Optimizer.apply              names an optimizer that float16 layers need scaled, or
                                  that bfloat16 weights make nothing of
+    Optimizer.add_variable_from_reference  slots are sharded as their weight is
     Orthogonal.__call__          computes in float32 what half precision cannot
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
@@ -38,7 +40,9 @@ and what the backend's `repairs` name:
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
     arange                       runs in float16 graphs
     BatchNormalization.call      is one kernel on torch
-    Variable's write             reaches the variable within a call in half precision
+    Variable's write             reaches the variable within a call in half precision,
+                                 and the shards of a sharded one
+    convert_to_numpy, Variable's __array__  gather the shards of a sharded variable
 """
 
 import contextlib
@@ -78,6 +82,7 @@ from keras_mp.policies.layers import is_graph, note_call
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.policies.record import record_of, records
 from keras_mp.rounding import lost
+from keras_mp.sharding import warn_of_torchs_own
 
 
 def install() -> None:
@@ -137,7 +142,10 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("make_train_function", keras.Model, _make_train_function),
         ("get_metrics_result", keras.Model, _get_metrics_result),
         ("export", keras.Model, _export),
+        ("save", keras.Model, _save),
+        ("save_weights", keras.Model, _save),
         ("apply", keras.optimizers.Optimizer, _apply),
+        ("add_variable_from_reference", keras.optimizers.Optimizer, _add_slot),
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
         ("__call__", keras.initializers.Orthogonal, _orthogonal),
     ]
@@ -257,6 +265,8 @@ def _layer_call(original: Callable) -> Callable:
             unscaled.note_layer(self)
         if not outermost:
             return result
+        if first:
+            warn_of_torchs_own(self)
         if first and self.compiled and not is_graph(self):
             outputs.note_compiled(self)
         return outputs.in_float32(self, result)
@@ -350,6 +360,7 @@ def _compile(original: Callable) -> Callable:
         outputs.note_compiled(self)
         wrap_optimizers(self)
         warn_of_unreached(self)
+        warn_of_torchs_own(self)
         return result
 
     return compile
@@ -374,6 +385,7 @@ def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
         # Layers that a subclassed model builds at its first call are known only now.
         wrap_optimizers(self)
+        warn_of_torchs_own(self)
         private.record_shardings(self)
         next_calls.pop(self, None)  # Left by a `fit` that an exception has ended.
         scaling = loss_scaling_of(self.optimizer)
@@ -467,11 +479,31 @@ def _export(original: Callable) -> Callable:
     return export
 
 
+def _save(original: Callable) -> Callable:
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        write = functools.partial(original, self, *args, **kwargs)
+        return engine.write_file(self, write)
+
+    return save
+
+
+def _add_slot(original: Callable) -> Callable:
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        slot = original(self, reference_variable, *args, **kwargs)
+        engine.shard_like(reference_variable, slot)
+        return slot
+
+    return add_variable_from_reference
+
+
 def _apply(original: Callable) -> Callable:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         unscaled.look(self, trainable_variables)
         lost.look(self, trainable_variables)
-        with stage.update_by(self):
+        updated = trainable_variables or private.own_trainable(self)
+        with stage.update_by(self), engine.among_shards(updated):
             return original(self, grads, trainable_variables)
 
     return apply

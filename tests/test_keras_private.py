@@ -354,6 +354,14 @@ def test_the_raw_value_keeps_its_dtype_in_an_autocast_scope():
     assert seen == [["float16", "float32"]]
 
 
+def test_a_variable_is_given_another_tensor_as_it_is():
+    variable = keras.Variable([1.0, 2.0])
+    part = ops.convert_to_tensor([3.0])
+    private.set_raw_value(variable, part)
+    assert private.raw_value(variable) is part
+    assert variable.shape == (2,)
+
+
 def test_every_assignment_goes_through_one_method(monkeypatch):
     written = []
     original = getattr(keras.Variable, private.WRITE)

@@ -30,7 +30,7 @@ ROOMS = [
     ["config"],
     ["rounding"],
     ["loss_scaling"],
-    ["conversion"],
+    ["conversion", "sharding"],
     ["seams"],
     ["diagnostics"],
     ["callbacks"],

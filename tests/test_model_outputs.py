@@ -9,7 +9,7 @@ from keras import layers, ops
 from products import products_of
 
 import keras_mp
-from keras_mp.policies.leaves import leaves
+from keras_mp.backends.leaves import leaves
 
 BACKEND = keras.backend.backend()
 X, Y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")

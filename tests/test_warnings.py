@@ -18,6 +18,7 @@ from keras import layers, ops
 from test_layering import modules
 
 import keras_mp
+from keras_mp import sharding
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.diagnostics.breakpoint import model_file
 from keras_mp.display import messages
@@ -179,6 +180,12 @@ def pure_float16(folder, monkeypatch):
 
 
 # What provokes the warning, a part of it, and a part of the line that it has to name.
+def torchs_own_fully_shard(folder, monkeypatch):
+    monkeypatch.setattr(sharding.engine, "shards_in_vain", lambda layer: True)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model.compile("sgd", "mse")
+
+
 CALLS = {
     "config.set_global_policy": (
         pure_float16,
@@ -229,6 +236,11 @@ CALLS = {
         adam_in_bfloat16,
         "Optimizer 'lost' updates bfloat16 weights",
         "optimizer.apply(",
+    ),
+    "sharding.warn_of_torchs_own": (
+        torchs_own_fully_shard,
+        "does nothing for",
+        "model.compile(",
     ),
     "callbacks.overflow_breakpoint.on_train_end": (
         a_breakpoint_that_saw_no_step,

@@ -15,10 +15,10 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16, HALF
+from keras_mp.backends.leaves import leaves
 from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
-from keras_mp.policies.leaves import leaves
 from keras_mp.policies.policy import FLOAT32, Decision
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.weights import bring_to, has_bfloat16, has_large

@@ -15,6 +15,7 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
+from keras_mp.backends.leaves import leaves
 from keras_mp.policies import returned, symbolic
 from keras_mp.policies.choosing import (
     decision_for,
@@ -22,7 +23,6 @@ from keras_mp.policies.choosing import (
     take_output_back,
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
-from keras_mp.policies.leaves import leaves
 from keras_mp.policies.policy import chooser_of
 
 # The compiled models with a graph, each with the ids of the layers that none of its

@@ -16,6 +16,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends.own_methods import own_methods
 from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import fused_adam
+from keras_mp.backends.torch.sharding import local
 
 
 def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:
@@ -38,9 +39,10 @@ def _is_adam(kind: type) -> bool:
 def _update(
     optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
 ) -> None:
-    weights = [v.value for v in variables]
-    slots = private.adam_slots(optimizer, variables)
-    if not _have_kernel([*weights, *itertools.chain(*slots)], grads):
+    # Each process updates its own shards.
+    weights, parts = [local(v.value) for v in variables], [*map(local, grads)]
+    slots = [[*map(local, x)] for x in private.adam_slots(optimizer, variables)]
+    if not _have_kernel([*weights, *itertools.chain(*slots)], parts):
         update = getattr(type(optimizer), private.UPDATE_STEP)
         update(optimizer, grads, variables, learning_rate)
         return
@@ -50,7 +52,7 @@ def _update(
     # rate, and the kernel's own are those of the last of infinitely many steps: 1.
     fused_adam(
         weights,
-        [g.contiguous() for g in grads],
+        [g.contiguous() for g in parts],
         *slots,
         [torch.full_like(step, torch.inf)] * len(weights),
         lr=ops.convert_to_tensor(learning_rate) * corrections,

@@ -25,6 +25,7 @@ from keras_mp.backends.torch import (
     normalization,
     products,
     rounding,
+    sharding,
     writes,
 )
 from keras_mp.backends.torch.private import copy_all
@@ -49,6 +50,11 @@ class TorchEngine(Engine):
     stochastic_rounding = staticmethod(rounding.stochastic_rounding)
     list_devices = staticmethod(devices.list_devices)
     measure_memory = staticmethod(devices.measure_memory)
+    fully_shard = staticmethod(sharding.fully_shard)
+    shards_in_vain = staticmethod(sharding.shards_in_vain)
+    shard_like = staticmethod(sharding.shard_like)
+    among_shards = staticmethod(sharding.among_shards)
+    write_file = staticmethod(sharding.write_file)
     why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
 
     def repairs(self) -> dict[str, Wrapper]:
@@ -59,6 +65,8 @@ class TorchEngine(Engine):
             **logits.repairs(),
             **cross_entropy.repairs(),
             private.WRITE: writes.reach_the_variable,
+            "convert_to_numpy": sharding.converted_whole,
+            "__array__": sharding.read_whole,
             "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
             "dot_product_attention": layouts.attention_as_it_is,
         }
@@ -157,7 +165,8 @@ def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]
     alike = collections.defaultdict(list)
     for variable in variables:
         value = private.raw_value(variable).detach()
-        alike[value.dtype].append((variable, value, torch.empty_like(value)))
+        kind = value.dtype, type(value)
+        alike[kind].append((variable, value, torch.empty_like(value)))
     for group in alike.values():
         _, values, copies = zip(*group, strict=True)
         copy_all(copies, values)

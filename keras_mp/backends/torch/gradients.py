@@ -9,6 +9,7 @@ import torch
 from keras_mp.backends.interface import INFINITE, NAN
 from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import unscale_and_check
+from keras_mp.backends.torch.sharding import local
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
@@ -22,7 +23,7 @@ def _wide(grad: torch.Tensor) -> torch.dtype:
 def unscale_in_place(
     grads: Sequence[Any], scale: Any, variables: Sequence[Any]
 ) -> tuple[list[Any], torch.Tensor] | None:
-    present = [g for g in grads if g is not None]
+    present = [local(g) for g in grads if g is not None]
     device = present[0].device
     alike = all(g.layout == torch.strided and g.device == device for g in present)
     if not alike or device.type not in HAVE_KERNELS:
@@ -33,13 +34,15 @@ def unscale_in_place(
         for i, g in enumerate(grads)
     ]
     found = torch.zeros((), device=device)
-    unscale_and_check([g for g in unscaled if g is not None], found, scale.reciprocal())
+    parts = [local(g) for g in unscaled if g is not None]
+    unscale_and_check(parts, found, scale.reciprocal())
     return unscaled, found
 
 
 def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
     """Which gradients are the wide `.grad` of their variable, and no other's memory."""
-    users = collections.Counter(g.data_ptr() for g in grads if g is not None)
+    parts: list[Any] = [None if g is None else local(g) for g in grads]
+    users = collections.Counter(p.data_ptr() for p in parts if p is not None)
     return {
         index
         for index, (grad, variable) in enumerate(zip(grads, variables, strict=True))
@@ -47,14 +50,15 @@ def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
         and grad is variable.value.grad
         and grad.dtype == _wide(grad)
         and not grad.requires_grad
-        and users[grad.data_ptr()] == 1
-        and 0 not in grad.stride()
+        and users[parts[index].data_ptr()] == 1
+        and 0 not in parts[index].stride()
     }
 
 
 def check(
     tensors: Sequence[Any], found: torch.Tensor | None = None
 ) -> tuple[bool, torch.Tensor]:
+    tensors = [None if x is None else local(x) for x in tensors]
     if found is None:
         found = _may_be_nonfinite([x for x in tensors if x is not None])
     # The one wait for the device of a step, where all processes agree.

@@ -15,6 +15,11 @@ def is_watched(x: torch.Tensor) -> bool:
     return bool(x.retains_grad or x._backward_hooks)
 
 
+def is_view(x: torch.Tensor) -> bool:
+    """Does a tensor share the memory of another one that it was made from?"""
+    return bool(x._is_view())
+
+
 # Multiplies gradients in place and finds what is not finite, in one kernel: the one of
 # `torch.amp.GradScaler`, whose public methods want an optimizer of torch's.
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
