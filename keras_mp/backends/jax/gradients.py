@@ -188,18 +188,8 @@ _ALL_BUT_SIGN = np.int32(reductions.ALL_BUT_SIGN)
 def all_finite(codes: Any) -> Any:
     if not isinstance(codes, jax.core.Tracer):
         return not codes.any()
-    # With its opposite, each made of the other, which XLA leaves whole. One alone it
-    # would part in three kernels, or compute once more in each select that reads it.
     finite = lax.eq(codes, lax.full_like(codes, FINITE))
-    operands, initial = (finite, lax.bitwise_not(finite)), (np.True_, np.False_)
-    every, some = lax.reduce(operands, initial, _every_and_some, (0,))
-    # Of a result that is not read XLA would rid the program, and check it once more.
-    return lax.bitwise_and(every, lax.bitwise_not(some))
-
-
-def _every_and_some(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
-    every = lax.bitwise_and(x[0], lax.bitwise_not(y[1]))
-    return every, lax.bitwise_or(x[1], lax.bitwise_not(y[0]))
+    return lax.reduce(finite, np.True_, lax.bitwise_and, (0,))
 
 
 def is_summed_in_half(x1: Any, x2: Any) -> bool:
