@@ -111,9 +111,7 @@ def _bits(x: tf.Tensor) -> tf.Tensor:
 
 
 def all_finite(codes: tf.Tensor) -> tf.Tensor:
-    # The square root keeps XLA from computing the whole reduction once more in each
-    # of the selects that read the flag.
-    return tf.sqrt(tf.reduce_sum(tf.cast(codes, tf.float32))) == 0
+    return tf.reduce_all(tf.equal(codes, _FINITE))
 
 
 def is_summed_in_half(x1: Any, x2: Any) -> bool:
