@@ -108,11 +108,9 @@ def _codes(grads: list[Any]) -> Any:
         if grad.ndim < 2 or grad.size <= reductions.GROUPED_ELEMENTS:
             return _code_of(grad)
         return lax.platform_dependent(grad, tpu=_code_of_largest, default=_code_of)
-    number = -(-len(grads) // GRADIENTS_IN_A_WORD)
-    lanes, shape = -(-len(grads) // number), grads[0].shape
-    # As many in each, some of them twice: all words of a shape are then one kernel.
-    filled = [*grads, *grads[: number * lanes - len(grads)]]
-    words = [_word(filled[i : i + lanes]) for i in range(0, len(filled), lanes)]
+    lanes, shape = min(len(grads), GRADIENTS_IN_A_WORD), grads[0].shape
+    # The last word may hold fewer: its other codes are 0, and are cut off.
+    words = [_word(grads[i : i + lanes]) for i in range(0, len(grads), lanes)]
     stacked = lax.concatenate([lax.expand_dims(w, [0, 1]) for w in words], 0)
     places = 2 * np.arange(lanes, dtype=np.int32)
     whole = len(words), lanes, *shape
@@ -128,7 +126,6 @@ def _codes(grads: list[Any]) -> Any:
 
 def _code_of(grad: Any) -> Any:
     bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
-    # No axis more before all is done: XLA would move it down, a line at a time.
     return lax.expand_dims(_largest(bits, _code, first=0), [0])
 
 
