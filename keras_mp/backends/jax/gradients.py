@@ -1,6 +1,5 @@
 """Gradients on JAX: unscaled, and checked for what is not finite."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,15 +46,10 @@ def _with_values(grads: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 @compiled
 def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
-    # Once for each shape: XLA reads every line.
-    inverse = functools.cache(
-        lambda shape, dtype: lax.broadcast(inverse_scale.astype(dtype), shape)
-    )
-
     def multiply(grad: Any) -> Any:
         dtype = jnp.promote_types(grad.dtype, jnp.float32)
         wide = lax.convert_element_type(grad, dtype)
-        return lax.mul(wide, inverse(wide.shape, wide.dtype))
+        return lax.mul(wide, lax.broadcast(inverse_scale.astype(dtype), wide.shape))
 
     return [None if g is None else multiply(g) for g in grads]
 
