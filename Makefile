@@ -128,7 +128,7 @@ tpu-gates: $(TPU_GATES)
 	  TPU_ACCELERATOR_TYPE=v5litepod-4 TPU_WORKER_HOSTNAMES=localhost \
 	  TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  KERAS_MP_TPU_TARGET=v5e:2x2 $(abspath $(TPU_VENV))/bin/python $(GATES) \
-	  test_whole_steps.py test_lowering.py
+	  test_whole_steps.py test_lowering.py test_xla_tricks.py
 
 # Steps are compiled for an H100 and a TPU v5e, and read, not run. An hour on two cores.
 bench-compiled: $(GPU_GATES) $(TPU_GATES)

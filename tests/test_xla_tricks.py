@@ -1,0 +1,141 @@
+"""What is written for today's XLA: read from programs with it, and without.
+
+Where a program without it is as good, the trick goes. `make tpu-gates` runs what is
+for TPUs.
+"""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from keras_mp.backends import reductions
+
+BACKEND = keras.backend.backend()
+if BACKEND == "torch":
+    pytest.skip("XLA compiles for JAX and TensorFlow", allow_module_level=True)
+
+WIDTH = 256
+NOT_NEEDED = "this trick is not needed any more: remove it"
+
+
+def only_on(platform):
+    """Marks the test of a trick that JAX needs on CPUs, or on TPUs."""
+    if BACKEND == "jax":
+        from compiled_steps import platform as there
+
+        return pytest.mark.skipif(there() != platform, reason=f"for a {platform}")
+    return pytest.mark.skip(reason="of JAX")
+
+
+def check_of(number, width=WIDTH):
+    """The compiled check of so many gradients, each the product of two matrices."""
+    import jax
+    import jax.numpy as jnp
+    from compiled_steps import compiled
+
+    from keras_mp.backends.jax import gradients
+
+    def check(matrices, inverse_scale):
+        grads = [jnp.matmul(x, x) for x in matrices]
+        codes = gradients.nonfinite(grads)
+        return codes, gradients.unscale(grads, inverse_scale)
+
+    matrices = [np.zeros((width, width), "float32")] * number
+    return compiled(jax.jit(check), (matrices, np.float32(1)), matrices)
+
+
+def words(program):
+    """How many words of 32 bits for each place of a gradient are written."""
+    entry = program.text[program.text.index("\nENTRY") :]
+    return len(re.findall(rf"= s32\[{WIDTH},{WIDTH}\]\S* fusion\(", entry))
+
+
+@only_on("cpu")
+def test_a_remainder_keeps_a_word_from_being_computed_for_each_gradient(monkeypatch):
+    from keras_mp.backends.jax import gradients
+
+    assert words(check_of(20)) == 2
+    monkeypatch.setattr(gradients.lax, "rem", lambda word, largest: word)
+    # Now the kernel that reads a word 15 times computes it 15 times.
+    assert words(check_of(20)) == 0, NOT_NEEDED
+
+
+@only_on("cpu")
+def test_a_few_large_gradients_are_read_without_words(monkeypatch):
+    from keras_mp.backends.jax import gradients
+
+    number = gradients.FEW - 4
+    alone = check_of(number)
+    monkeypatch.setattr(gradients, "FEW", 0)
+    shared = check_of(number)
+    # A word is written and read.
+    assert shared.accessed >= alone.accessed + 1.9 * 4 * WIDTH**2, NOT_NEEDED
+
+
+def unsplit(shape, first):
+    return None
+
+
+@only_on("cpu")
+def test_an_axis_in_two_parts_is_reduced_without_a_copy(monkeypatch):
+    number, size = 20, 4 * WIDTH**2
+    parts = check_of(number)
+    monkeypatch.setattr(reductions, "split_axis", unsplit)
+    # The codes of each element are written and read.
+    whole = check_of(number)
+    assert whole.accessed >= parts.accessed + number * size // 4, NOT_NEEDED
+
+
+@only_on("cpu")
+def test_a_mask_takes_the_sign_of_a_nan_where_an_abs_would_be_left_out(monkeypatch):
+    import jax
+    from jax import lax
+
+    from keras_mp.backends.interface import NAN
+    from keras_mp.backends.jax import gradients
+
+    def code_of_square(x):
+        return jax.jit(lambda x: gradients.nonfinite([x * x]))(x)[0]
+
+    negative_nan = np.array([0xFFC00000], "uint32").view("float32")
+    assert code_of_square(negative_nan) == NAN
+    monkeypatch.setattr(
+        gradients, "_bits", lambda x, _: lax.bitcast_convert_type(lax.abs(x), "int32")
+    )
+    assert code_of_square(negative_nan) != NAN, NOT_NEEDED
+
+
+@only_on("tpu")
+def test_a_maximum_of_floats_keeps_a_tpu_from_writing_bits(monkeypatch):
+    from keras_mp.backends.jax import gradients
+
+    number, width = 4, 4096
+    floats = check_of(number, width)
+    monkeypatch.setattr(gradients, "_code_of_largest", gradients._code_of)
+    bits = check_of(number, width)
+    assert bits.accessed >= 1.03 * floats.accessed, NOT_NEEDED
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
+def test_on_tensorflow_too_an_axis_in_two_parts_is_reduced_without_a_copy(monkeypatch):
+    assert not copies()
+    monkeypatch.setattr(reductions, "split_axis", unsplit)
+    assert copies(), NOT_NEEDED
+
+
+def copies():
+    """The copies of gradients that TensorFlow's check writes."""
+    import tensorflow as tf
+
+    from keras_mp.backends.tensorflow import gradients
+
+    def check(x):
+        grads = [x @ x for _ in range(2)]
+        return gradients.nonfinite(grads), grads
+
+    function = tf.function(check, jit_compile=True)
+    read = function.experimental_get_compiler_ir(tf.ones((WIDTH, WIDTH)))
+    entry = read(stage="optimized_hlo").partition("\nENTRY")[2]
+    return re.findall(rf"= s8\[(?:\d+,)?{WIDTH},{WIDTH}\]", entry)
