@@ -34,16 +34,16 @@ def fully_shard(model: keras.Model, mesh: Any = None) -> keras.Model:
 
     Args:
         model: a built `keras.Model`, compiled or not.
-        mesh: a `DeviceMesh` of torch with one dimension, or with two, whose second one
-            shards and whose first one has copies; None for all processes.
+        mesh: a `DeviceMesh` of torch with one dimension; or with two that have names:
+            along the first are copies, along the second shards. None for all processes.
 
     Returns:
         `model`.
 
     Raises:
         TypeError: if `model` is no `keras.Model`.
-        ValueError: if it is not built, or sharded already; on another backend than
-            torch; where torch knows no other processes.
+        ValueError: if it is not built, or sharded already; for another `mesh`; on
+            another backend than torch; where torch knows no other processes.
 
     Source: PyTorch, `torch.distributed.fsdp.fully_shard`.
 

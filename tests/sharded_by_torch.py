@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from keras import layers
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 import keras_mp
 
@@ -158,13 +159,13 @@ def weights(model):
     return [v.numpy() for v in model.weights]
 
 
-def beside_one_process(policy, build, optimizer, x=X, y=Y):
+def beside_one_process(policy, build, optimizer, x=X, y=Y, mesh=None):
     """How far losses, weights and predictions are from one process' own."""
     with keras_mp.policy_scope(policy):
         alone = compiled(build, optimizer, x)
         losses = fit(alone, x, y)
         sharded = compiled(build, optimizer, x)
-        assert keras_mp.fully_shard(sharded) is sharded
+        assert keras_mp.fully_shard(sharded, mesh) is sharded
         whole = [v.path for v in sharded.weights if not is_shard(v)]
         found = {
             "losses": furthest([losses], [fit(sharded, x, y)]),
@@ -173,6 +174,7 @@ def beside_one_process(policy, build, optimizer, x=X, y=Y):
                 [alone.predict(x, verbose=0)], [sharded.predict(x, verbose=0)]
             ),
             "whole": whole,
+            "kernel": part(sharded.weights[0]).float().tolist(),
         }
     return found
 
@@ -198,6 +200,16 @@ def policies():
     return {
         policy: beside_one_process(policy, classifier, OPTIMIZERS["Adam"])
         for policy in ("mixed_float16", "mixed_bfloat16", "bfloat16")
+    }
+
+
+def copies():
+    """Two copies of the model, each on half of the processes."""
+    shape = (2, distributed.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+    return {
+        policy: beside_one_process(policy, classifier, OPTIMIZERS["Adam"], mesh=mesh)
+        for policy in ("float32", "bfloat16")
     }
 
 
@@ -341,6 +353,9 @@ def told():
     model = compiled(classifier, OPTIMIZERS["Adam"], X)
     keras_mp.fully_shard(model)
     catch("twice", lambda: keras_mp.fully_shard(model))
+    catch(
+        "mesh", lambda: keras_mp.fully_shard(compiled(classifier, optim.SGD, X), (2,))
+    )
     catch("layer", lambda: keras_mp.fully_shard(model.layers[0]))
     catch("unbuilt", lambda: keras_mp.fully_shard(Subclassed()))
     model.layers[-1].enable_lora(2)

@@ -31,7 +31,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, two):
     # After two: it resumes from the file that those have left.
-    return run(4, f"policies,{ALL}", str(tmp_path_factory.getbasetemp()))
+    return run(4, f"policies,copies,{ALL}", str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(params=["two", "four"])
@@ -43,7 +43,8 @@ def test_one_process_of_its_own_trains_as_without_shards_to_the_bit(two):
     (alone,) = run(1, "policies")
     for policy in ("mixed_float16", "mixed_bfloat16"):
         found = alone["policies"][policy]
-        assert found == {"losses": 0, "weights": 0, "predictions": 0, "whole": []}
+        assert found["losses"] == found["weights"] == found["predictions"] == 0
+        assert found["whole"] == []
 
 
 # What half precision rounds differs with the order of sums, and Adam makes whole steps
@@ -57,6 +58,15 @@ def test_several_processes_train_as_one_does(results, policy, losses):
         trained = found["policies"][policy]
         assert trained["losses"] < losses
         assert trained["whole"] == []  # No process has all of a weight.
+
+
+def test_copies_of_shards_hold_the_same_and_train_as_one_process_does(four):
+    found = [result["copies"] for result in four]
+    assert all(x["float32"]["weights"] < 2e-6 for x in found)
+    assert all(x["bfloat16"]["losses"] < 5e-3 for x in found)
+    for policy in ("float32", "bfloat16"):  # Rounded by chance, and alike.
+        first, second, third, fourth = (x[policy]["kernel"] for x in found)
+        assert (first, second) == (third, fourth) and first != second
 
 
 def test_every_optimizer_trains_as_in_one_process(two):
@@ -131,6 +141,8 @@ def test_bad_input_is_told_and_so_is_torchs_own_fully_shard(two):
         told = found["told"]
         assert "`model` must not be sharded yet" in told["twice"]
         assert "`model` must be a keras.Model" in told["layer"]
+        assert "`mesh` must be a DeviceMesh" in told["mesh"]
+        assert "Received: mesh=(2,)" in told["mesh"]
         assert "`model` must be built" in told["unbuilt"]
         assert "Received: 'lora_kernel_a', which is not" in told["late"]
         # Once, though it was compiled twice; and what it says is so.

@@ -24,7 +24,7 @@ from keras_mp.backends.torch.private import is_view
 
 if distributed.is_available():
     from torch.distributed import fsdp
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
 else:
 
@@ -71,7 +71,7 @@ class Owner(torch.nn.Module):
 def fully_shard(
     model: Any, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
 ) -> None:
-    _check(model)
+    _check(model, mesh)
     if mesh is None:
         device = private.raw_value(model.variables[0]).device.type
         mesh = init_device_mesh(device, (distributed.get_world_size(),))
@@ -127,7 +127,7 @@ def shards_in_vain(layer: Any) -> bool:
     return distributed.is_available() and isinstance(layer, fsdp.FSDPModule)
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, mesh: Any) -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
             "`fully_shard` needs processes that know each other. Start the script with "
@@ -137,6 +137,14 @@ def _check(model: Any) -> None:
         raise ValueError(
             "`model` must not be sharded yet. Received: a second call for model "
             f"{model.name!r}."
+        )
+    dimensions = mesh.ndim if isinstance(mesh, DeviceMesh) else 0
+    named = dimensions == 2 and mesh.mesh_dim_names
+    if mesh is not None and not (dimensions == 1 or named):
+        raise ValueError(
+            "`mesh` must be a DeviceMesh of torch with one dimension, or with two that "
+            "have names, the first for copies and the second for shards. Received: "
+            f"mesh={mesh!r}."
         )
 
 
