@@ -390,6 +390,7 @@ def interrupted():
         return keras.Sequential([keras.Input((16,)), *dense])
 
     model = keras_mp.fully_shard(compiled(build, OPTIMIZERS["Adam"], X))
+    model.layers[0](X[:2])  # Alone, and before the model.
     before = weights(model)
     fails.fail = True
     try:

@@ -95,6 +95,7 @@ def fully_shard(
             within = [call]
         owners.append(call)
         layer.forward = _unless_symbolic(layer.forward, call)
+    _begin_at(owners[-1])
     for whole in parameters:
         # Whoever still holds it, an older graph of a Sequential for one.
         whole.data = whole.data.new_empty(0)
@@ -106,6 +107,17 @@ def fully_shard(
                 if variable.path in layer.torch_params:
                     layer.torch_params[variable.path] = private.raw_value(variable)
     _models.add(model)
+
+
+def _begin_at(root: Owner) -> None:
+    """Passes through a model's owner once, with nothing to compute.
+
+    From then on torch takes it for the root, though a layer is called without it.
+    """
+    call, root.call = root.call, lambda: None
+    root()
+    root.call = call
+    root.reshard()  # type: ignore[operator]  # torch has made it an FSDPModule.
 
 
 def _without_views(x: Any) -> Any:
