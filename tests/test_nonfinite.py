@@ -9,7 +9,7 @@ from backends import BACKEND, COMPILED, same_bits, stateful_step, tensors, value
 
 import keras_mp
 from keras_mp.backends import engine
-from keras_mp.backends.interface import FINITE, INFINITE, NAN
+from keras_mp.backends.step import FINITE, INFINITE, NAN
 
 RNG = np.random.default_rng(0)
 # Checked alone, or with others of their shape; prime lengths; no elements at all.

@@ -93,8 +93,8 @@ def test_a_mask_takes_the_sign_of_a_nan_where_an_abs_would_be_left_out(monkeypat
     import jax
     from jax import lax
 
-    from keras_mp.backends.interface import NAN
     from keras_mp.backends.jax import gradients
+    from keras_mp.backends.step import NAN
 
     def code_of_square(x):
         return jax.jit(lambda x: gradients.nonfinite([x * x]))(x)[0]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_mp.backends.interface import INFINITE, NAN
+from keras_mp.backends.step import INFINITE, NAN
 
 ROWS = 5
 # How many of the variables concerned a message names.

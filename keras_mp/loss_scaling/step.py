@@ -14,7 +14,7 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.interface import FINITE, Update
+from keras_mp.backends.step import FINITE, Update
 from keras_mp.loss_scaling import gradients
 from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, written_by
 from keras_mp.loss_scaling.nonfinite import counted

@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_mp.backends.interface import SCOPE, Constant
+from keras_mp.backends.measures import SCOPE, Constant
 
 scope = jax.named_scope
 

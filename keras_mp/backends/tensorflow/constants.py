@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_mp.backends.interface import SCOPE, Constant
+from keras_mp.backends.measures import SCOPE, Constant
 
 
 def scope(name: str) -> Any:

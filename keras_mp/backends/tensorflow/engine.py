@@ -1,55 +1,30 @@
-"""Loss scaling on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly.
-
-Where XLA compiles, selects: a conditional there copies what goes through it.
-"""
+"""What keras_mp asks of TensorFlow: its parts, `fit`'s train step, and the repairs."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 import keras_mp.keras_private as private
-from keras_mp.backends import own_methods
-from keras_mp.backends.interface import Engine, Update, Wrapper
+from keras_mp.backends.interface import Engine, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
+from keras_mp.backends.step import Update
 from keras_mp.backends.tensorflow import (
-    constants,
-    devices,
-    differentiation,
-    gradients,
     products,
     replicas,
-    rounding,
 )
-from keras_mp.backends.tensorflow import private as tensorflow_private
-from keras_mp.backends.tensorflow.writes import written_where
+from keras_mp.backends.tensorflow.batches import TensorFlowBatches
+from keras_mp.backends.tensorflow.measures import TensorFlowMeasures
+from keras_mp.backends.tensorflow.step import TensorFlowStep, is_summed_in_half
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 
-# Of a dataset of one batch: to optimize it takes longer than to read it.
-_AT_ONCE = tf.data.Options()
-_AT_ONCE.autotune.enabled = False
-_AT_ONCE.experimental_optimization.apply_default_optimizations = False
 
-
-class TensorFlowEngine(Engine):
+class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, Engine):
     """Steps are eager, graphs, or compiled by XLA; on one replica or several."""
 
-    unscale = staticmethod(gradients.unscale)
-    nonfinite_to_nan = staticmethod(gradients.nonfinite_to_nan)
-    nonfinite = staticmethod(gradients.nonfinite)
-    all_finite = staticmethod(gradients.all_finite)
     check_strategy = staticmethod(replicas.check_strategy)
-    refuse_replicas = staticmethod(replicas.refuse_replicas)
-    plain_updates = staticmethod(own_methods.plain_updates)
-    scope = staticmethod(constants.scope)
-    constants = staticmethod(constants.constants)
-    differentiate = staticmethod(differentiation.differentiate)
-    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
-    list_devices = staticmethod(devices.list_devices)
-    measure_memory = staticmethod(devices.measure_memory)
     half_products = " where XLA compiles"
     dtype_errors = (
         *Engine.dtype_errors,
@@ -57,11 +32,6 @@ class TensorFlowEngine(Engine):
         tf.errors.NotFoundError,  # There is no such kernel.
         tf.errors.UnimplementedError,
     )
-    why_no_memory = "TensorFlow counts the memory of GPUs alone"
-
-    def is_tracing(self) -> bool:
-        """Are we inside a tf.function that is being traced?"""
-        return not tf.executing_eagerly()
 
     def outside_trace(self) -> contextlib.AbstractContextManager:
         return tf.init_scope()
@@ -74,38 +44,6 @@ class TensorFlowEngine(Engine):
         known = tf.distribute.has_strategy()
         with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
             yield
-
-    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
-        if tf.executing_eagerly() and not tf.distribute.has_strategy():
-            return super().update_if(finite, update, grads)
-        # A sparse gradient writes some rows of a table: a select would read them all.
-        sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
-        selects = gradients.compiled_by_xla() and not (
-            sparse or tf.distribute.has_strategy()
-        )
-        known = update.written() if selects else None
-        if known is not None:
-            with written_where(finite, known):
-                update.run(grads)
-            return None
-        if tensorflow_private.supports_no_merge_call():
-            tf.cond(finite, lambda: update.run(grads), lambda: None)
-            return None
-
-        def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
-            # All replicas agree, so the first one's flag is everyone's. The branch
-            # stands in the cross-replica context: the update itself calls merge_call.
-            tf.cond(
-                strategy.experimental_local_results(finite)[0],
-                lambda: strategy.extended.call_for_each_replica(
-                    update.run, args=(grads,)
-                ),
-                lambda: None,
-            )
-
-        context = tf.distribute.get_replica_context()
-        context.merge_call(across_replicas, args=(finite, grads))
-        return None
 
     def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(data: Any) -> Any:
@@ -151,33 +89,11 @@ class TensorFlowEngine(Engine):
             # A model that cannot be built so, of a `train_step` of the user's: let it.
             pass
 
-    def contents(self, batch: Any) -> Any:
-        def value(x: Any) -> Any:
-            # How Keras passes a None through tf.data.
-            return None if isinstance(x, tf.experimental.Optional) else x
-
-        return keras.tree.map_structure(value, batch)
-
-    def only(self, batch: Any, iterator: Any) -> Any:
-        if not isinstance(iterator, tf.data.Iterator):
-            return iter([batch])  # Of `train_on_batch`, not of `fit`.
-        # An iterator of the same specification, or the function is traced anew, for
-        # the shape of this batch.
-        dataset = tf.data.Dataset.from_tensors(batch).with_options(_AT_ONCE)
-        variant = tf.data.experimental.to_variant(dataset)
-        return iter(tf.data.experimental.from_variant(variant, iterator.element_spec))
-
-    def other_workers(self, model: Any) -> str:
-        strategy = model.distribute_strategy
-        if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
-            return f"a model under {type(strategy).__name__}"
-        return ""
-
     def repairs(self) -> dict[str, Wrapper]:
         return {
             "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
-            **broadcasting.repairs(gradients.is_summed_in_half),
+            **broadcasting.repairs(is_summed_in_half),
             **products.repairs(),
         }
 

@@ -12,7 +12,7 @@ from keras_mp.backends import matrices, products
 from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.tensorflow import private
-from keras_mp.backends.tensorflow.gradients import compiled_by_xla
+from keras_mp.backends.tensorflow.step import compiled_by_xla
 
 
 def repairs() -> dict[str, Wrapper]:

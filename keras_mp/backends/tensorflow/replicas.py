@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.backends.interface import INFINITE, NAN
+from keras_mp.backends.step import INFINITE, NAN
 
 
 def check_strategy(variables: Sequence[Any], built: bool) -> None:

@@ -14,9 +14,11 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends.own_methods import own_methods
-from keras_mp.backends.torch.devices import HAVE_KERNELS
 from keras_mp.backends.torch.private import fused_adam
 from keras_mp.backends.torch.sharding import local
+
+# Where torch has one kernel for an update by Adam, and one for all gradients.
+HAVE_KERNELS = ("cpu", "cuda")
 
 
 def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:

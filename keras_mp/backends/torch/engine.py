@@ -1,61 +1,43 @@
-"""Loss scaling on torch: eager, so a Python `if`."""
+"""What keras_mp asks of torch: its parts, the train step of `fit`, and the repairs."""
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 from keras import ops
-from torch import distributed
 
 import keras_mp.keras_private as private
-from keras_mp.backends import own_methods
 from keras_mp.backends.interface import Engine, Wrapper
 from keras_mp.backends.torch import (
-    adam,
     cross_entropy,
-    devices,
-    differentiation,
-    gradients,
     layouts,
     logits,
     normalization,
     products,
-    rounding,
     sharding,
     writes,
 )
+from keras_mp.backends.torch.batches import TorchBatches
+from keras_mp.backends.torch.measures import TorchMeasures
 from keras_mp.backends.torch.private import copy_all
+from keras_mp.backends.torch.step import TorchStep, highest_of_all_processes
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 
-_CPU, _GPU = "torch", "torch_cuda"
 
-
-class TorchEngine(Engine):
+class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
 
-    unscale = staticmethod(gradients.unscale)
-    unscale_in_place = staticmethod(gradients.unscale_in_place)
-    check = staticmethod(gradients.check)
-    nonfinite = staticmethod(gradients.nonfinite)
-    faster_updates = staticmethod(adam.in_one_kernel)
     half_products = " on NVIDIA's GPUs"
     keeps_logits = True
     number_of_chunks = staticmethod(cross_entropy.number_of_chunks)
-    traces = False
-    differentiate = staticmethod(differentiation.differentiate)
-    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
-    list_devices = staticmethod(devices.list_devices)
-    measure_memory = staticmethod(devices.measure_memory)
     fully_shard = staticmethod(sharding.fully_shard)
     shards_in_vain = staticmethod(sharding.shards_in_vain)
     shard_like = staticmethod(sharding.shard_like)
     among_shards = staticmethod(sharding.among_shards)
     write_file = staticmethod(sharding.write_file)
-    why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
 
     def repairs(self) -> dict[str, Wrapper]:
         wrappers = products.repairs()
@@ -74,27 +56,12 @@ class TorchEngine(Engine):
     def repaired_layers(self) -> dict[type, Wrapper]:
         return {keras.layers.BatchNormalization: normalization.in_one_kernel}
 
-    @contextlib.contextmanager
-    def plain_updates(self, optimizers: Iterable[Any]) -> Iterator[None]:
-        with torch.no_grad(), own_methods.plain_updates(optimizers):
-            yield
-
     def set_dtype(self, variable: Any, dtype: str) -> None:
         # In place: torch's modules and optimizers know the very parameter.
         parameter = private.raw_value(variable)
         if parameter is not None:
             parameter.data = parameter.data.to(getattr(torch, dtype))
         private.set_dtype(variable, dtype, parameter)
-
-    def agreed(self, value: torch.Tensor) -> torch.Tensor:
-        if distributed.is_available() and distributed.is_initialized():
-            value = value.clone()
-            distributed.broadcast(value, 0)
-        return value
-
-    def is_tracing(self) -> bool:
-        """Is torch.compile tracing us?"""
-        return torch.compiler.is_compiling()
 
     def only_shapes(self) -> bool:
         return bool(ops.convert_to_tensor(0.0).is_meta)
@@ -129,7 +96,7 @@ class TorchEngine(Engine):
         def undo(logs: Any, before: Iterable[tuple[Any, torch.Tensor]]) -> None:
             # All processes have skipped: all are here, and agree about their losses.
             broken = (~loss_is_finite(logs)).to(torch.int8)
-            if gradients.highest_of_all_processes(broken):
+            if highest_of_all_processes(broken):
                 blameless = scaling.after_broken_step(scaling.before_skip)
                 for variable, value in zip(scaling.variables, blameless, strict=True):
                     variable.assign(value)
@@ -140,24 +107,6 @@ class TorchEngine(Engine):
 
     def may_have_skipped(self, scaling: Any) -> bool:
         return scaling.before_skip is not None
-
-    def other_workers(self, model: Any) -> str:
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return ""
-        processes = distributed.get_world_size()
-        return f"{processes} processes" if processes > 1 else ""
-
-    def generator_states(self) -> dict[str, np.ndarray]:
-        states = {_CPU: torch.get_rng_state()}
-        if torch.cuda.is_available():
-            states[_GPU] = torch.cuda.get_rng_state()
-        return {name: state.numpy() for name, state in states.items()}
-
-    def set_generator_states(self, states: Mapping[str, np.ndarray]) -> None:
-        if _CPU in states:
-            torch.set_rng_state(torch.tensor(states[_CPU]))
-        if _GPU in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.tensor(states[_GPU]))
 
 
 def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]]:

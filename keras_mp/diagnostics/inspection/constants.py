@@ -15,7 +15,7 @@ import numpy as np
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.interface import Constant
+from keras_mp.backends.measures import Constant
 from keras_mp.diagnostics.temporary_policies import in_float32
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.policies.layers import called_with, is_graph, layer_path

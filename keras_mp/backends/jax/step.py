@@ -1,17 +1,49 @@
-"""Gradients on JAX: unscaled, and checked for what is not finite."""
+"""A step on JAX: selects where each variable is written, no conditional."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
+import keras_mp.keras_private as private
 from keras_mp.backends import reductions
-from keras_mp.backends.interface import FINITE, NAN, Engine
+from keras_mp.backends.jax import compilation, rounding
 from keras_mp.backends.jax.compilation import compiled
+from keras_mp.backends.jax.selects import without_conditionals
+from keras_mp.backends.step import FINITE, NAN, Step, Update
+
+
+class SelectingScope(keras.StatelessScope):
+    """A stateless scope that writes only where `predicate` is true.
+
+    Selecting at each write leaves no conditional in the program and no second copy of
+    the state, wherever an optimizer writes from (`assign`, EMA, weight decay).
+    """
+
+    def __init__(self, predicate: Any, state_mapping: dict[int, Any]) -> None:
+        super().__init__()
+        # Once for each shape: XLA reads every line.
+        self._predicate_for = functools.cache(
+            functools.partial(lax.broadcast, predicate)
+        )
+        self._before = state_mapping
+        self.state_mapping = dict(state_mapping)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        # As it was before any write: fewer values live on at the same time.
+        kept = self._before.get(id(variable), variable.value)
+        kept = lax.convert_element_type(kept, value.dtype)
+        sharding = jax.typeof(value).sharding
+        predicate = self._predicate_for(value.shape, out_sharding=sharding)
+        super().add_update((variable, lax.select_n(predicate, kept, value)))
+
 
 GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
 # Fewer than this of one shape are checked one by one, unless they are as small as this.
@@ -26,7 +58,7 @@ def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
     return _with_values(grads, _nonfinite_to_nan(_values(grads)))
 
 
-_nonfinite_to_nan = compiled(Engine.nonfinite_to_nan)
+_nonfinite_to_nan = compiled(Step.nonfinite_to_nan)
 
 
 def _values(grads: Sequence[Any]) -> list[Any]:
@@ -193,3 +225,28 @@ def is_summed_in_half(x1: Any, x2: Any) -> bool:
         and x1.dtype == x2.dtype
         and x1.dtype.name in ("float16", "bfloat16")
     )
+
+
+class JaxStep(Step):
+    """Its methods without a docstring are those of `Step`."""
+
+    is_tracing = staticmethod(compilation.is_tracing)
+    unscale = staticmethod(unscale)
+    nonfinite_to_nan = staticmethod(nonfinite_to_nan)
+    nonfinite = staticmethod(nonfinite)
+    all_finite = staticmethod(all_finite)
+    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
+
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+        if not isinstance(finite, jax.core.Tracer):
+            return super().update_if(finite, update, grads)
+
+        def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
+            with SelectingScope(finite, before) as scope:
+                update.run(grads)
+            return scope.state_mapping
+
+        run = without_conditionals(writes) if update.branches else writes
+        mapping = private.get_stateless_scope().state_mapping
+        mapping.update(run(finite, mapping, grads))
+        return None

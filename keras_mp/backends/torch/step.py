@@ -1,13 +1,16 @@
-"""Gradients on torch: unscaled, and checked for what is not finite."""
+"""A step on torch: eager, so a Python `if`."""
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import distributed
 
-from keras_mp.backends.interface import INFINITE, NAN
-from keras_mp.backends.torch.devices import HAVE_KERNELS
+from keras_mp.backends import own_methods
+from keras_mp.backends.step import INFINITE, NAN, Step
+from keras_mp.backends.torch import adam, rounding
 from keras_mp.backends.torch.private import unscale_and_check
 from keras_mp.backends.torch.sharding import local
 
@@ -26,7 +29,7 @@ def unscale_in_place(
     present = [local(g) for g in grads if g is not None]
     device = present[0].device
     alike = all(g.layout == torch.strided and g.device == device for g in present)
-    if not alike or device.type not in HAVE_KERNELS:
+    if not alike or device.type not in adam.HAVE_KERNELS:
         return None
     own = _own_memory(grads, variables)
     unscaled = [
@@ -92,3 +95,29 @@ def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return values
+
+
+class TorchStep(Step):
+    """Its methods without a docstring are those of `Step`."""
+
+    unscale = staticmethod(unscale)
+    unscale_in_place = staticmethod(unscale_in_place)
+    check = staticmethod(check)
+    nonfinite = staticmethod(nonfinite)
+    faster_updates = staticmethod(adam.in_one_kernel)
+    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
+
+    @contextlib.contextmanager
+    def plain_updates(self, optimizers: Iterable[Any]) -> Iterator[None]:
+        with torch.no_grad(), own_methods.plain_updates(optimizers):
+            yield
+
+    def agreed(self, value: torch.Tensor) -> torch.Tensor:
+        if distributed.is_available() and distributed.is_initialized():
+            value = value.clone()
+            distributed.broadcast(value, 0)
+        return value
+
+    def is_tracing(self) -> bool:
+        """Is torch.compile tracing us?"""
+        return torch.compiler.is_compiling()

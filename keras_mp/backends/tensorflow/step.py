@@ -1,4 +1,7 @@
-"""Gradients on TensorFlow: unscaled, and checked for what is not finite."""
+"""A step on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly.
+
+Where XLA compiles, selects: a conditional there copies what goes through it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,10 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.backends import reductions
-from keras_mp.backends.interface import FINITE, NAN
-from keras_mp.backends.tensorflow import private
+from keras_mp.backends import own_methods, reductions
+from keras_mp.backends.step import FINITE, NAN, Step, Update
+from keras_mp.backends.tensorflow import private, replicas, rounding
 from keras_mp.backends.tensorflow.replicas import highest_of_all_replicas
+from keras_mp.backends.tensorflow.writes import written_where
 
 _FINITE, _BELOW = np.int8(FINITE), reductions.LARGEST_NUMBER
 
@@ -124,3 +128,49 @@ def is_summed_in_half(x1: Any, x2: Any) -> bool:
         and None not in (x1.shape.rank, x2.shape.rank)
         and not tf.config.list_physical_devices("GPU")
     )
+
+
+class TensorFlowStep(Step):
+    """Its methods without a docstring are those of `Step`."""
+
+    unscale = staticmethod(unscale)
+    nonfinite_to_nan = staticmethod(nonfinite_to_nan)
+    nonfinite = staticmethod(nonfinite)
+    all_finite = staticmethod(all_finite)
+    refuse_replicas = staticmethod(replicas.refuse_replicas)
+    plain_updates = staticmethod(own_methods.plain_updates)
+    stochastic_rounding = staticmethod(rounding.stochastic_rounding)
+
+    def is_tracing(self) -> bool:
+        """Are we inside a tf.function that is being traced?"""
+        return not tf.executing_eagerly()
+
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+        if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            return super().update_if(finite, update, grads)
+        # A sparse gradient writes some rows of a table: a select would read them all.
+        sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+        selects = compiled_by_xla() and not (sparse or tf.distribute.has_strategy())
+        known = update.written() if selects else None
+        if known is not None:
+            with written_where(finite, known):
+                update.run(grads)
+            return None
+        if private.supports_no_merge_call():
+            tf.cond(finite, lambda: update.run(grads), lambda: None)
+            return None
+
+        def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
+            # All replicas agree, so the first one's flag is everyone's. The branch
+            # stands in the cross-replica context: the update itself calls merge_call.
+            tf.cond(
+                strategy.experimental_local_results(finite)[0],
+                lambda: strategy.extended.call_for_each_replica(
+                    update.run, args=(grads,)
+                ),
+                lambda: None,
+            )
+
+        context = tf.distribute.get_replica_context()
+        context.merge_call(across_replicas, args=(finite, grads))
+        return None

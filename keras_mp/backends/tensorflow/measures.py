@@ -1,4 +1,4 @@
-"""What TensorFlow says about its devices, and about the memory of a training."""
+"""What TensorFlow says about gradients, devices, and the memory of a training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,29 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.backends.devices import Device, parse_capability
+from keras_mp.backends.measures import Measures
+from keras_mp.backends.tensorflow import constants
+
+
+def differentiate(
+    function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
+) -> tuple[Any, list, list, list]:
+    seen: list[Any] = []
+
+    def see(x: Any) -> tuple[Any, bool]:
+        # What stands in a graph of its own must not leave it.
+        here = tf.executing_eagerly() and isinstance(x, tf.Tensor)
+        if not (here and x.dtype.is_floating):
+            return x, False
+        seen.append(x)
+        return x, True
+
+    with tf.GradientTape() as tape:
+        loss = function(arguments, see)
+    found = tape.gradient(loss, [*(v.value for v in variables), *seen])
+    # Sparse ones, of an Embedding, become dense.
+    found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+    return loss, seen, found[len(variables) :], found[: len(variables)]
 
 
 def list_devices() -> list[Device]:
@@ -41,3 +64,14 @@ def measure_memory() -> Callable[[], int | None]:
     for name in names:
         tf.config.experimental.reset_memory_stats(name)
     return lambda: sum(info(name)["peak"] for name in names) - before if names else None
+
+
+class TensorFlowMeasures(Measures):
+    """Its attributes are those of `Measures`."""
+
+    scope = staticmethod(constants.scope)
+    constants = staticmethod(constants.constants)
+    differentiate = staticmethod(differentiate)
+    list_devices = staticmethod(list_devices)
+    measure_memory = staticmethod(measure_memory)
+    why_no_memory = "TensorFlow counts the memory of GPUs alone"

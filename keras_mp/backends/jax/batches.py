@@ -1,0 +1,49 @@
+"""One batch at a time on JAX, where `fit` passes the state of a model round."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+import keras_mp.keras_private as private
+from keras_mp.backends.batches import Batches
+
+
+class JaxBatches(Batches):
+    """The state of a model is what `fit` passes round."""
+
+    def only(self, batch: Any, iterator: Any) -> Any:
+        return iter([batch])
+
+    def take_step(self, model: Any, batch: Any) -> None:
+        private.build_from_batch(model, batch)
+        model.make_train_function()
+        parts = _parts(model)
+        state = tuple([v.value for v in variables] for variables in parts.values())
+        _, state = model.train_function(state, iter([batch]))
+        private.attach_state(model, dict(zip(parts, state, strict=True)))
+
+    @contextlib.contextmanager
+    def attached(self, model: Any, state: Any) -> Iterator[None]:
+        parts = _parts(model)
+        private.attach_state(model, dict(zip(parts, state, strict=True)))
+        try:
+            yield
+        finally:
+            # As `fit` has left them: it goes on with the state.
+            private.detach_state(model, parts)
+
+    def other_workers(self, model: Any) -> str:
+        processes = jax.process_count()
+        return f"{processes} processes" if processes > 1 else ""
+
+
+def _parts(model: Any) -> dict[str, list[Any]]:
+    """The variables whose values `fit` passes round, in its order."""
+    return {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": model.optimizer.variables,
+        "metrics_variables": model.metrics_variables,
+    }

@@ -1,0 +1,55 @@
+"""What is asked of a backend where several processes share the weights of a model."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+
+class Shards:
+    """Weights that each process has as a whole: on all backends but torch."""
+
+    def fully_shard(
+        self, model: Any, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
+    ) -> None:
+        """Shards the weights of a built model over the processes of a mesh, on torch.
+
+        Args:
+            model: it has no weights in other processes yet.
+            groups: layers that hold no layer of another group, each with the weights
+                that are gathered while it computes; last the model itself.
+            mesh: a `DeviceMesh` of torch, or None for all processes.
+        """
+        raise ValueError(
+            "`fully_shard` is for the backend torch. Received: backend="
+            f"{keras.backend.backend()!r}. On JAX, `keras.distribution.ModelParallel` "
+            "shards the weights of a model."
+        )
+
+    def shards_in_vain(self, layer: Any) -> bool:
+        """Was torch's own `fully_shard` called on a layer? Its variables stay whole."""
+        return False
+
+    def shard_like(self, reference: Any, variable: Any) -> None:
+        """Shards an optimizer's new variable as its weight is, if that is sharded."""
+        return
+
+    def among_shards(
+        self, variables: Sequence[Any]
+    ) -> contextlib.AbstractContextManager:
+        """A context in which an optimizer updates variables, sharded or not.
+
+        Shards meet tensors there that each process has as a whole.
+
+        Raises:
+            ValueError: if some of the variables are sharded, and others are not.
+        """
+        return contextlib.nullcontext()
+
+    def write_file(self, model: Any, write: Callable[[], Any]) -> Any:
+        """Calls `write`, which reads a model's variables: in the first process alone.
+
+        If the model is sharded, that is, and once all processes are here.
+        """
+        return write()

@@ -1,0 +1,123 @@
+"""What loss scaling asks of a backend at a step: unscale, check, write or not.
+
+A gradient passes `unscale` and `check` on its way to `update_if`.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from keras import ops
+
+# What a gradient holds beside numbers: the highest code that applies.
+FINITE, INFINITE, NAN = 0, 1, 2
+
+
+class Update(NamedTuple):
+    """An update of variables that may be skipped.
+
+    Attributes:
+        run: applies gradients to variables.
+        written: returns the variables that `run` writes; None if not all of them are
+            known.
+        branches: whether Keras puts conditionals into `run`.
+    """
+
+    run: Callable[[list[Any]], None]
+    written: Callable[[], Sequence[Any] | None]
+    branches: bool = False
+
+
+class Step:
+    """A step of an eager backend."""
+
+    def is_tracing(self) -> bool:
+        """Are we inside a function that is being compiled?"""
+        raise NotImplementedError
+
+    def unscale(self, grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+        """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
+        raise NotImplementedError
+
+    def unscale_in_place(
+        self, grads: Sequence[Any], scale: Any, variables: Sequence[Any]
+    ) -> tuple[list[Any], Any] | None:
+        """Divides gradients by the scale where they are, and checks them on the way.
+
+        Returns:
+            The gradients and, for `check`, what was found. None where that is no
+            faster than `unscale`.
+        """
+        return None
+
+    @staticmethod
+    def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+        """Turns infinities into nan, which clipping by value cannot make finite."""
+        return [
+            None if g is None else ops.where(ops.isfinite(g), g, float("nan"))
+            for g in grads
+        ]
+
+    def check(self, tensors: Sequence[Any], found: Any = None) -> tuple[Any, Any]:
+        """Looks for what is not finite.
+
+        Args:
+            tensors: gradients and what else must be finite, None where there is
+                nothing; last the loss, which is looked at and decides nothing.
+            found: what `unscale_in_place` found in the gradients, if nothing else but
+                the loss is among `tensors`.
+
+        Returns:
+            A bool scalar, is all but the loss finite? And the code of each tensor:
+            int8, (len(tensors),). Both are the same on all replicas.
+        """
+        codes = self.nonfinite(tensors)
+        return self.all_finite(codes[:-1]), codes
+
+    def nonfinite(self, grads: Sequence[Any]) -> Any:
+        """The codes of `check`."""
+        raise NotImplementedError
+
+    def all_finite(self, codes: Any) -> Any:
+        """Bool scalar: is each of the codes FINITE?"""
+        raise NotImplementedError
+
+    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+        """Runs an update, whose writes take effect only if `finite`, a bool scalar.
+
+        Returns:
+            Whether it ran, where Python knows.
+        """
+        if finite:
+            update.run(grads)
+            return True
+        return False
+
+    def faster_updates(
+        self, optimizers: Sequence[Any]
+    ) -> contextlib.AbstractContextManager:
+        """A context in which these optimizers of Keras update as fast as they can."""
+        return contextlib.nullcontext()
+
+    def stochastic_rounding(self, seed: Any, step: Any) -> Callable[[Any], Any]:
+        """A function that rounds float32 tensors to bfloat16, see `rounding.py`.
+
+        Args:
+            seed, step: integer scalars. Of the same two, the tensors of a step get the
+                same bits in the same order; each tensor has bits of its own.
+        """
+        raise NotImplementedError
+
+    def plain_updates(
+        self, optimizers: Sequence[Any]
+    ) -> contextlib.AbstractContextManager:
+        """A context in which optimizers of Keras write each variable by `assign`."""
+        return contextlib.nullcontext()
+
+    def refuse_replicas(self, what: str) -> None:
+        """Raises a ValueError under a strategy of several replicas, on TensorFlow."""
+        return
+
+    def agreed(self, value: Any) -> Any:
+        """A scalar of this process, or on torch that of the first of all processes."""
+        return value

@@ -1,0 +1,39 @@
+"""One batch at a time on TensorFlow, where a train function takes an iterator."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_mp.backends.batches import Batches
+
+# Of a dataset of one batch: to optimize it takes longer than to read it.
+_AT_ONCE = tf.data.Options()
+_AT_ONCE.autotune.enabled = False
+_AT_ONCE.experimental_optimization.apply_default_optimizations = False
+
+
+class TensorFlowBatches(Batches):
+    """An iterator of tf.data makes way for one of a single batch."""
+
+    def contents(self, batch: Any) -> Any:
+        def value(x: Any) -> Any:
+            # How Keras passes a None through tf.data.
+            return None if isinstance(x, tf.experimental.Optional) else x
+
+        return keras.tree.map_structure(value, batch)
+
+    def only(self, batch: Any, iterator: Any) -> Any:
+        if not isinstance(iterator, tf.data.Iterator):
+            return iter([batch])  # Of `train_on_batch`, not of `fit`.
+        # An iterator of the same specification, or the function is traced anew, for
+        # the shape of this batch.
+        dataset = tf.data.Dataset.from_tensors(batch).with_options(_AT_ONCE)
+        variant = tf.data.experimental.to_variant(dataset)
+        return iter(tf.data.experimental.from_variant(variant, iterator.element_spec))
+
+    def other_workers(self, model: Any) -> str:
+        strategy = model.distribute_strategy
+        if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+            return f"a model under {type(strategy).__name__}"
+        return ""

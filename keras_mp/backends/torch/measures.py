@@ -1,0 +1,103 @@
+"""What torch says about gradients, devices, and the memory of a training."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+from torch import cuda
+
+from keras_mp.backends.devices import Device, parse_capability
+from keras_mp.backends.measures import Measures
+from keras_mp.backends.torch import logits
+from keras_mp.backends.torch.private import is_transformed
+
+
+def differentiate(
+    function: Callable, arguments: Any, variables: Any, state: Any, compiled: bool
+) -> tuple[Any, list, list, list]:
+    seen: list[Any] = []
+
+    def see(x: Any) -> tuple[Any, bool]:
+        # What is inside of torch.vmap must not leave it.
+        here = isinstance(x, torch.Tensor) and not is_transformed(x)
+        if not (here and x.is_floating_point()):
+            return x, False
+        seen.append(x)
+        logits.known.forget(x)  # Else the loss would not go by its gradient.
+        return x, True
+
+    # Keras assigns in place, where the graph may need the value of before: that of the
+    # states of a stateful LSTM. In this scope it notes what is assigned.
+    ids = {id(v) for v in variables}
+    values = [(v, v.value) for v in state if id(v) not in ids]
+    # A Dropout without a seed draws from torch's own generators.
+    with torch.enable_grad(), torch.random.fork_rng():
+        with keras.StatelessScope(values, collect_losses=True):
+            loss = function(arguments, see)
+        wanted = [*(v.value for v in variables), *seen]
+        asked = [i for i, x in enumerate(wanted) if x.requires_grad]
+        found: list[Any] = [None] * len(wanted)
+        # Of a frozen model there is nothing to differentiate by, or a loss of it
+        # that depends on nothing.
+        if asked and loss.requires_grad:
+            inputs = [wanted[i] for i in asked]
+            by_input = torch.autograd.grad(loss, inputs, allow_unused=True)
+            for i, gradient in zip(asked, by_input, strict=True):
+                found[i] = gradient
+    seen = [x.detach() for x in seen]
+    count = len(variables)
+    return loss.detach(), seen, found[count:], found[:count]
+
+
+def list_devices() -> list[Device]:
+    # A CUDA build of torch on a machine with a broken driver warns and says
+    # that there is no GPU. That is a failure, not an answer.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = cuda.is_available()
+    troubles = [w for w in caught if issubclass(w.category, UserWarning)]
+    if troubles and not found:
+        raise RuntimeError(str(troubles[0].message))
+
+    cpu = Device("cpu", "cpu")
+    if found:
+        return [cpu, *map(_gpu, range(cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        return [cpu, Device("metal", "Apple GPU (MPS)")]
+    if torch.xpu.is_available():
+        return [cpu, Device("xpu", torch.xpu.get_device_name(0))]
+    return [cpu]
+
+
+def _gpu(index: int) -> Device:
+    name = cuda.get_device_name(index)
+    # ROCm answers in the name of CUDA, with capabilities of AMD's own counting: (9, 4)
+    # there is not a Hopper GPU.
+    if torch.version.hip:
+        return Device("rocm", name)
+    return Device("cuda", name, parse_capability(cuda.get_device_capability(index)))
+
+
+def measure_memory() -> Callable[[], int | None]:
+    """The peak of all NVIDIA and AMD GPUs; torch counts that of no other device."""
+    devices = range(cuda.device_count() if cuda.is_available() else 0)
+    before = sum(cuda.memory_allocated(device) for device in devices)
+    for device in devices:
+        cuda.reset_peak_memory_stats(device)
+    return lambda: (
+        sum(cuda.max_memory_allocated(device) for device in devices) - before
+        if devices
+        else None
+    )
+
+
+class TorchMeasures(Measures):
+    """Its attributes are those of `Measures`."""
+
+    traces = False
+    differentiate = staticmethod(differentiate)
+    list_devices = staticmethod(list_devices)
+    measure_memory = staticmethod(measure_memory)
+    why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
