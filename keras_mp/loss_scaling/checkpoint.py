@@ -1,26 +1,26 @@
-"""How a scaled optimizer stands in a file.
+"""How a scaled optimizer is stored in a file.
 
-Under the numbers 0, 1, ... what Keras' own wrapper writes, in its order: its variables,
-the loss scale among them, then the inner optimizer's. Under their names the counters
-that only we have, and how many entries there are.
+The keys 0, 1, ... hold what Keras' own wrapper writes, in its order: its variables, the
+loss scale among them, then the inner optimizer's. The counters that only we have are
+stored under their names, and so is the number of entries.
 
 A checkpoint is read whole and checked before anything is assigned. It is
 
     another optimizer's    if its numbers run from 0 without a gap, but to another end:
-                           Keras says so in a warning and goes on, and so do we;
-    of other variables     if only the counts by variable are of more or fewer. Without
-                           momentum an optimizer has no slots that tell: Keras loads
-                           it, and so do we, with new counts and a warning;
+                           Keras warns and goes on, and so do we;
+    of other variables     if only the counts by variable have another length. An
+                           optimizer without momentum has no slots that show it: Keras
+                           loads it, and so do we, with new counts and a warning;
     damaged                if no optimizer of this shape can have written it: a gap in
                            the numbers, more or fewer entries than it says it has, an
                            array of another shape, a counter below 0, a scale that the
-                           writer's rule cannot come to. That is a ValueError.
+                           writer's rule cannot reach. That is a ValueError.
 
-Our rule keeps the scale positive and finite. Keras' doubles and halves it for ever, up
-to inf and down to 0: in a checkpoint of Keras' these are valid, and resume at the
-nearest bound, as any scale beyond the bounds does. Nobody writes a nan or a negative
-scale. Moments that are not finite are left as they are: an optimizer that was not
-scaled can come to them.
+Our rule keeps the scale positive and finite. Keras' rule doubles and halves it for
+ever, up to inf and down to 0: a Keras checkpoint may hold these, and training resumes
+at the nearest bound, as it does from any scale beyond the bounds. Neither rule writes a
+nan or a negative scale. Moments that are not finite are left as they are: an optimizer
+without loss scaling can produce them.
 """
 
 from collections.abc import Iterable
@@ -68,8 +68,8 @@ def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
     layout = _layout(optimizer, scaling)
     expected, found = ({k for k in of if k.isdecimal()} for of in (layout, keys))
     if found != expected or not keys - found <= {*_NAMES, _ENTRIES}:
-        # In Keras' words, but not by its method: that counts our names, and goes by
-        # number if the sum happens to be the same.
+        # Keras' words, but not its method, which counts our names as well, and loads by
+        # number if the sums happen to agree.
         warn(
             f"Skipping variable loading for optimizer '{optimizer.name}', because it "
             f"has {len(expected)} variables whereas the saved optimizer has "
@@ -81,7 +81,7 @@ def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
     present = {key: variable for key, variable in layout.items() if key in keys}
     values = _values(optimizer, scaling, store, present)
     for key, variable in layout.items():
-        # Counters that a checkpoint of Keras', or an older one of ours, does not have.
+        # A Keras checkpoint, or an older one of ours, lacks some counters.
         variable.assign(values.get(key, np.zeros(variable.shape)))
     return True
 
@@ -97,7 +97,7 @@ def _counts_of_other_variables(
     warn(
         f"Optimizer '{optimizer.name}' has {counts.shape[1]} variables to train, "
         f"whereas the saved optimizer has {shape[1]}. The counts of their gradients "
-        "that were not finite start anew; all else of it is loaded."
+        "that were not finite start anew; everything else is loaded."
     )
     return {counts.name}
 
@@ -105,8 +105,8 @@ def _counts_of_other_variables(
 def _layout(optimizer: Any, scaling: LossScaling) -> dict[str, Any]:
     """The variables by their keys in a file.
 
-    None before it is built. Keras compares the number of entries alone: a few could be
-    as many as another optimizer has variables, of other shapes.
+    Empty before it is built. Keras compares only the number of entries: a few of ours
+    could be as many as another optimizer has variables, of other shapes.
     """
     if not optimizer.built:
         return {}
@@ -155,7 +155,7 @@ def _values(
             valid = 0 < value < np.inf if ours else value >= 0
             positive = f"hold {what} a scale that is positive and finite"
             _check(optimizer, valid, positive, value)
-            rule = scaling.rule  # Its bounds may be others than the writer's.
+            rule = scaling.rule  # Its bounds may differ from the writer's.
             value = np.clip(value, rule.min_scale, rule.max_scale)
         values[key] = value
     return values

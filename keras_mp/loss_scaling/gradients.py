@@ -12,7 +12,7 @@ from keras_mp.loss_scaling.nonfinite import path_of
 
 
 def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raises a ValueError unless each gradient fits its variable; not all are None."""
+    """Raises a ValueError if a gradient does not fit its variable, or all are None."""
     if len(grads) != len(variables):
         raise ValueError(
             "`grads` must hold one gradient for each variable. Received: "
@@ -33,7 +33,7 @@ def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
 
 
 def _shape(grad: Any) -> Any:
-    # TensorFlow's sparse gradients may be given theirs as a tuple, and cannot read it.
+    # A sparse TensorFlow gradient may hold its shape as a tuple: then `.shape` fails.
     given = getattr(grad, "dense_shape", None)
     return given if isinstance(given, tuple) else grad.shape
 
@@ -85,7 +85,7 @@ def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 def stay_finite(variables: Sequence[Any], inner: Any, min_scale: float) -> bool:
     """Whether finite gradients stay finite when they are unscaled, and cast.
 
-    Then they may be checked before they are unscaled. With global clipping their
+    If so, they can be checked before they are unscaled. With global clipping their
     squares have to be finite, too.
     """
     half = any(_half_dtype(v) for v in variables)
@@ -97,9 +97,9 @@ def checked_for(
 ) -> tuple[Sequence[Any], Any]:
     """What shows whether gradients are finite: the gradients, or their squares.
 
-    Global-norm clipping reads every gradient anyway: where it comes next, its sums of
-    squares show it at no cost. They overflow in float32 beyond 1.8e19, and Keras' norm
-    with them: such a step has to be skipped, too.
+    Global-norm clipping reads every gradient anyway: if it comes next, its sums of
+    squares show it at no cost. Beyond 1.8e19 they overflow in float32, and so does
+    Keras' norm: such a step has to be skipped, too.
 
     Returns:
         A list, one tensor for each gradient, and the square of their norm or None.
@@ -130,7 +130,7 @@ def _clips_by_global_norm(inner: Any) -> bool:
 
 
 def _overwrites(variable: Any) -> bool:
-    """Whether its "gradient" is its next value (float8 scales): no scale is in it."""
+    """Whether its "gradient" is its next value (float8 scales): it is not scaled."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 

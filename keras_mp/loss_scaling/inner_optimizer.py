@@ -1,4 +1,4 @@
-"""What may stand inside a wrapper: one Keras optimizer, in one wrapper only."""
+"""What a wrapper may hold: one Keras optimizer that no other wrapper holds."""
 
 import dataclasses
 import gc
@@ -33,10 +33,10 @@ def checked_inner(inner_optimizer: Any) -> Any:
     """The optimizer for an object, a name or a config, if a wrapper may hold it.
 
     Raises:
-        ValueError: if it is none, scales the loss itself, or is in a wrapper already.
+        ValueError: if it is no optimizer, scales the loss itself, or has a wrapper.
     """
     inner = inner_optimizer
-    # Of other things Keras says only that it cannot interpret them.
+    # For anything else Keras only says that it cannot interpret it.
     if isinstance(inner, str | dict):
         inner = keras.optimizers.get(inner)
     if isinstance(inner, _SCALER):
@@ -62,10 +62,10 @@ def checked_inner(inner_optimizer: Any) -> Any:
 
 
 def _of_this_backend(inner: Any) -> Any:
-    """The optimizer itself, or its like for one that only another backend can step.
+    """The optimizer itself, or its equivalent if only another backend can run it.
 
-    On torch Keras' optimizers are of classes of their own, and files name those. Opened
-    on another backend, Keras creates them and fails at the first step.
+    On torch Keras' optimizers have classes of their own, and files name those. On
+    another backend Keras creates them from the file and fails at the first step.
     """
     if private.backend_of(type(inner)) in (None, keras.backend.backend()):
         return inner
@@ -106,7 +106,7 @@ def start_averages(inner_optimizer: Any) -> None:
         averages, variables = private.averages(part), private.own_trainable(part)
         for average, variable in zip(averages, variables, strict=True):
             if average is not None:  # None for those overwritten by "gradients".
-                # A copy: JAX gives both buffers away at the next step.
+                # A copy, because JAX donates both buffers at the next step.
                 average.assign(ops.copy(variable.value))
 
 
@@ -127,6 +127,6 @@ def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "LossScaleOptimizer does not support arguments: "
             f"`{'`, `'.join(unknown)}`. Received: {unknown}. It takes "
-            f"{', '.join(own)}, max_consecutive_skips and name; what the inner "
-            "optimizer takes is set there."
+            f"{', '.join(own)}, max_consecutive_skips and name; set the inner "
+            "optimizer's own arguments on it."
         )

@@ -1,4 +1,4 @@
-"""The wrappers round a model's optimizers: which it needs, how they come and go."""
+"""The wrappers of a model's optimizers: which it needs, when they come and go."""
 
 import weakref
 from collections.abc import Callable
@@ -56,12 +56,12 @@ def losses_in_float32(losses: Any) -> Any:
 
 
 def wrap_optimizers(model: Any) -> None:
-    """Wraps the model's optimizers in what the model needs and they do not do yet.
+    """Wraps the model's optimizers in the wrappers that they need and do not have yet.
 
-    Stochastic rounding for bfloat16 weights, and round it loss scaling for float16.
+    Rounds bfloat16 weights stochastically and, around that, scales the float16 loss.
 
-    Beside `model.optimizer` a model with a `train_step` of its own may hold others as
-    attributes, a GAN for one.
+    A model with a `train_step` of its own, such as a GAN, may hold further optimizers
+    as attributes, besides `model.optimizer`.
     """
     own = model.optimizer
     others = {
@@ -102,17 +102,17 @@ def _scaled(optimizer: Any) -> LossScaleOptimizer:
 
 
 def rescale_optimizer(model: Any) -> None:
-    """Lets loss scaling come or go with a compiled model's float16 layers.
+    """Adds or removes loss scaling after a compiled model's layers changed precision.
 
-    The inner optimizer stays, with all that it remembers, and the wrapper comes back
-    with it.
+    The inner optimizer keeps its state. If loss scaling comes back, so does the same
+    wrapper.
     """
     optimizer = model.optimizer
     if isinstance(optimizer, LossScaleOptimizer) and not computes_in_float16(model):
         _set_optimizer(model, "optimizer", optimizer.inner_optimizer)
         # `wrapper_of` alone does not keep it alive.
         _wrappers[model] = optimizer
-        # Files say what `compile` was given.
+        # A file stores what `compile` was given.
         config = private.compile_config(model)
         if config["optimizer"] is optimizer:
             config["optimizer"] = optimizer.inner_optimizer

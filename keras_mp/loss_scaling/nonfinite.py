@@ -19,10 +19,10 @@ NAMED = 3
 
 
 class NonfiniteGradient(NamedTuple):
-    """What `nonfinite_report` says of one variable."""
+    """What `nonfinite_report` says about one variable."""
 
     path: str
-    count: int  # type: ignore[assignment]  # Hides tuple.count, of no use here.
+    count: int  # type: ignore[assignment]  # Hides tuple.count, which is not needed.
     first_step: int
     kind: str
 
@@ -33,7 +33,7 @@ def counted(counts: Any, codes: Any, applied: Any, skipped: Any) -> Any:
     Args:
         counts: integer tensor of shape (5, variables).
         codes: integer tensor: what `engine.nonfinite` found in the gradient of each
-            variable; what comes behind them is not looked at.
+            variable; entries after those are ignored.
         applied: integer scalar, steps that were applied before this one.
         skipped: integer scalar, steps that were skipped before it.
     """
@@ -49,8 +49,8 @@ def _for_each_row(*values: int) -> np.ndarray:
     return np.array(values, "int32")[:, np.newaxis]
 
 
-# Of each row: the bits of the codes that concern it; how it counts steps, or whether it
-# holds the number of one; and all bits where the first number stays.
+# One value for each row: the bits of the codes that it counts; 1 if it counts steps; 1
+# if it holds a step's number; and all bits set if it keeps its first number.
 _ANY = INFINITE | NAN
 _CONCERNED_BY = _for_each_row(_ANY, INFINITE, NAN, _ANY, _ANY)
 _A_COUNT = _for_each_row(1, 1, 1, 0, 0)
@@ -59,7 +59,7 @@ _FIRST_STEP = _for_each_row(0, 0, 0, -1, 0)
 
 
 def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
-    """Returns a line for each variable with a count, most often first."""
+    """Returns a line for each variable with a count, the highest count first."""
     columns = zip(variables, *ops.convert_to_numpy(counts).tolist(), strict=True)
     lines = [
         NonfiniteGradient(path_of(variable), count, first, _kind(infinite, nan))
@@ -72,7 +72,7 @@ def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
 def added(
     before: np.ndarray, after: np.ndarray, paths: Sequence[str]
 ) -> dict[str, str]:
-    """Returns path -> kind of those whose counts have gone up from `before`."""
+    """Returns path -> kind for the variables whose counts are above `before`."""
     more = (after - before)[:3].tolist()
     return {
         path: _kind(infinite, nan)
@@ -82,7 +82,7 @@ def added(
 
 
 def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
-    """Returns the paths of those concerned by the last such step, in their order."""
+    """Returns the paths of the variables that the last such step names, in order."""
     last = ops.convert_to_numpy(counts)[4].tolist()
     return [
         path_of(variable)
@@ -92,9 +92,9 @@ def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
 
 
 def newest_step(counts: Any, variables: Sequence[Any]) -> tuple[int, str]:
-    """Returns the number of the last such step, and what was not finite where.
+    """Returns the number of the last such step, and what was not finite and where.
 
-    "inf in conv2d/bias": of a variable that had both before, "inf, nan".
+    Such as "inf in conv2d/bias"; "inf, nan" if a variable has had both so far.
     """
     rows = ops.convert_to_numpy(counts)
     last = rows[4] == rows[4].max()
@@ -103,7 +103,7 @@ def newest_step(counts: Any, variables: Sequence[Any]) -> tuple[int, str]:
 
 
 def named(paths: Sequence[str]) -> str:
-    """The first of these paths, as a message has them."""
+    """The first of these paths, as a message lists them."""
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
     return ", ".join(paths[:NAMED]) + more
 

@@ -25,10 +25,10 @@ from keras_mp.loss_scaling.stage import in_train_step, update_by
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.rounding.holders import hold
 
-# The object that stands for "not given": dynamic=False wants a scale of the user's.
+# The object that stands for "not given": dynamic=False needs a scale from the user.
 _DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
-# The defaults of 0.1.0. A file leaves out what is equal, as Keras' own tests count its
-# keys, and is read by them: a default that changes later changes no old file.
+# The defaults of 0.1.0. A file leaves out arguments equal to these, as Keras' own tests
+# count its keys, and is read with these: a later default changes no old file.
 DEFAULTS_IN_FILES = {
     "initial_scale": 2.0**15,
     "dynamic_growth_steps": 2000,
@@ -49,7 +49,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     The loss is multiplied by the scale before the backward pass, the gradients by its
     reciprocal, in float32, after it. A step whose gradients are not all finite is
-    skipped; if the inner optimizer accumulates gradients, that micro-batch alone is
+    skipped; if the inner optimizer accumulates gradients, only that micro-batch is
     lost, and the next ones fill its window. The scale follows `LossScaleRule`.
 
     In `fit` there is nothing to do: `compile` wraps the optimizer of a model that
@@ -61,8 +61,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     opt.apply(scaled_grads, variables)           # unscales, then applies or skips
     ```
 
-    or, where you want the gradients themselves, `grads = opt.unscale(scaled_grads)`,
-    anything you like with them, then `opt.apply_gradients(zip(grads, variables))`. On
+    If you need the gradients themselves, take `grads = opt.unscale(scaled_grads)`, do
+    what you like with them, then call `opt.apply_gradients(zip(grads, variables))`. On
     JAX: `stateless_scale_loss`, `stateless_unscale` and `stateless_apply`.
 
     Args:
@@ -76,17 +76,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         min_scale: the scale never falls below this; at least 2**-126.
         max_scale: the scale never rises above this; at most 2**126.
         hysteresis: non-finite steps in a row before the scale backs off.
-        max_consecutive_skips: raise `TrainingDivergedError` after so many skipped
-            steps in a row; None never does. `fit` looks once in so many steps, or in a
-            hundred, so that no step waits for the device; it never misses a row of
-            twice as many. Compiled loops of your own call `raise_if_diverged`.
-        retake_steps: within so many first steps `fit` and `train_on_batch` take a batch
-            whose step was skipped again, at the lower scale, until the step is applied:
+        max_consecutive_skips: raise `TrainingDivergedError` after this many skipped
+            steps in a row; None never raises. `fit` looks as rarely, but at
+            least every hundred steps, so that steps need not wait for the device; it
+            never misses twice as many. In compiled loops, call `raise_if_diverged`.
+        retake_steps: in this many first steps, `fit` and `train_on_batch` repeat a
+            skipped step with the same batch, at the lower scale, until it is applied:
             no batch is lost to the first scale. Each of these steps waits for the
-            device, and `skipped_steps` counts each try. A step is not taken again if a
-            second optimizer updates in it, if it calls Python from a graph of
-            TensorFlow, if its loss is not finite, or if the scale is the lowest. 0 for
-            never, None for always.
+            device, and `skipped_steps` counts each try. A step is not repeated if a
+            second optimizer updates in it, if it calls Python from a TensorFlow graph,
+            if its loss is not finite, or if the scale is the lowest. 0 for never, None
+            for always.
         name: name of the optimizer.
 
     Raises:
@@ -150,7 +150,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._loss_scaling = LossScaling(
             rule, max_consecutive_skips, retake_steps, self._add_own
         )
-        # Their names in Keras' wrapper.
+        # Keras' wrapper uses these names.
         self.step_counter = self._loss_scaling.finite_steps
         self.dynamic_scale = self._loss_scaling.scale
         self._loads_inner = True
@@ -217,7 +217,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Returns:
             A list of float32 gradients (float64 stays); None stays None, sparse stays
-            sparse. What is not finite is nan, so that no clipping can hide it.
+            sparse. Non-finite values become nan, so that no clipping can hide them.
 
         Raises:
             ValueError: if the gradients of this step were unscaled already.
@@ -263,8 +263,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # In float16 the product would overflow at once.
         double = keras.backend.standardize_dtype(loss.dtype) == "float64"
         loss = ops.cast(loss, "float64" if double else "float32")
-        # A loss that is not finite may have gradients that are, a mean absolute error
-        # of infinity for one. A scale of nan makes them nan: the step is skipped.
+        # A loss that is not finite may have finite gradients, such as an infinite mean
+        # absolute error. A scale of nan makes them nan: the step is skipped.
         value = ops.stop_gradient(loss)
         return ops.multiply(loss, ops.cast(scale, loss.dtype) + (value - value))
 
@@ -287,20 +287,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         """Updates the variables, or skips the step if a gradient is not finite.
 
-        Gradients are unscaled here, unless `unscale` did it; on torch those that are
-        the `.grad` of their variable in place, as by torch's own GradScaler.
+        Gradients are unscaled here, unless `unscale` did it; on torch in place if they
+        are the `.grad` of their variable, as torch's own GradScaler does.
 
         Args:
             grads: gradients, one for each variable, None where there is none.
-            trainable_variables: the variables; those the optimizer was built with if
-                left out.
-            loss: the loss as it was before it was scaled. Where it is not finite the
-                scale is not to blame and stays. `fit` sees to this by itself.
+            trainable_variables: the variables; by default those that the optimizer was
+                built with.
+            loss: the loss before it was scaled. If it is not finite, the scale is not
+                to blame and stays. `fit` does this for you.
 
         Raises:
             ValueError: if gradients and variables differ in number or shape, if all
                 gradients are None, or inside a JAX trace.
-            TrainingDivergedError: see `max_consecutive_skips`; where the step runs
+            TrainingDivergedError: see `max_consecutive_skips`; only if the step runs
                 eagerly.
         """
         grads = list(grads)
@@ -374,7 +374,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "`stateless_apply` needs an optimizer that is built. Call "
                 "`optimizer.build(trainable_variables)` first."
             )
-        self._by_id(optimizer_variables)  # Refuses another number of them.
+        self._by_id(optimizer_variables)  # Refuses a wrong number of them.
         own = private.own_trainable(self)
         if len(trainable_variables) != len(own):
             raise ValueError(
@@ -392,7 +392,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def stateless_undo_skipped(
         self, optimizer_variables: Sequence[Any], before: Any, after: Any
     ) -> Any:
-        """What a step changed beside the weights, unless the step was skipped.
+        """Undoes what a step changed besides the weights, if the step was skipped.
 
         ```python
         trainable, state = opt.stateless_apply(state, grads, trainable)
@@ -449,14 +449,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those within a `MultiOptimizer`; an AttributeError within any other.
+        """The optimizers of an inner `MultiOptimizer`; else raises an AttributeError.
 
-        Keras' callbacks for learning rates ask for it, and set each one's rate.
+        Keras' learning rate callbacks ask for them, and set each one's rate.
         """
         return self.inner_optimizer.optimizers
 
     def nonfinite_report(self) -> list[nonfinite.NonfiniteGradient]:
-        """Which variables had gradients that were not finite, most often first.
+        """Which variables had gradients that were not finite, most frequent first.
 
         Returns:
             One `NonfiniteGradient(path, count, first_step, kind)` for each such
@@ -477,11 +477,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def raise_if_diverged(
         self, optimizer_variables: Sequence[Any] | None = None
     ) -> None:
-        """Looks at the skipped steps: warns, or raises, if no scale can mend them.
+        """Looks at the skipped steps: warns, or raises, if no scale can help.
 
-        Warns once of broken steps, whose loss was not finite or whose gradients were
-        not at the lowest scale. Reads the device, so it waits for the steps under way.
-        Eager `apply` calls it by itself, and `fit` does so for `model.optimizer`.
+        Warns once of broken steps: their loss was not finite, or their gradients were
+        not finite at the lowest scale. Reads the device, so it waits for running steps.
+        Eager `apply` calls this for you, and so does `fit` for `model.optimizer`.
 
         Args:
             optimizer_variables: in a stateless loop, the values of
@@ -504,7 +504,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends a `fit`: as Keras does, and looks at the last skips."""
+        """Ends a `fit` as Keras does, and looks at the last skips."""
         if sys.exc_info()[0] is not None:
             # An exception is under way, and on JAX the variables may have no values.
             super().finalize_variable_values(var_list)
@@ -531,7 +531,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {k: v for k, v in found.items() if v != DEFAULTS_IN_FILES[k]}
 
     def __repr__(self) -> str:
-        # Of what Python knows: the scale itself is on the device.
+        # Only what Python knows: the scale itself is on the device.
         parts = [type(self.inner_optimizer).__name__]
         parts += [f"{name}={value!r}" for name, value in self._not_default().items()]
         return f"LossScaleOptimizer({', '.join(parts)})"
@@ -541,7 +541,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict | None = None
     ) -> "LossScaleOptimizer":
         """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
-        # A fixed scale without an initial one stays the error that it is.
+        # A fixed scale without an initial one still raises its error.
         old = {k: v for k, v in DEFAULTS_IN_FILES.items() if k != "initial_scale"}
         # A new dict, as Keras pops a key.
         return super().from_config({**old, **config}, custom_objects)
@@ -552,18 +552,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         checkpoint.save(self, self._loss_scaling, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what ours, Keras' wrapper, or the inner optimizer alone has saved.
+        """Reads what this wrapper, Keras' wrapper or a plain inner optimizer saved.
 
         Raises:
-            ValueError: if that is damaged. Nothing is changed then.
+            ValueError: if it is damaged. Nothing is changed then.
         """
         self._loads_inner = False
         self._loads_inner = checkpoint.load(self, self._loss_scaling, store)
         self._loss_scaling.resume()
 
     def __dir__(self) -> list[str]:
-        # Keras' saving goes on to what dir() names. After a refused checkpoint it must
-        # not: it would load the inner optimizer, of which it writes a second copy.
+        # Keras goes on to load what dir() names. After a refused checkpoint it must not
+        # load the inner optimizer, of which it writes a second copy.
         hidden = [] if self._loads_inner else ["inner_optimizer"]
         return [name for name in super().__dir__() if name not in hidden]
 

@@ -1,15 +1,15 @@
-"""Takes a skipped step of `fit` again, with the same batch, until it is applied.
+"""Repeats a skipped step of `fit` with the same batch, until it is applied.
 
-A skipped step leaves no trace but a lower scale, so that the next try is what the step
-would have been at that scale: no batch is lost to a first scale that is too high.
+A skipped step changes nothing but the scale, so the next try is what the step would
+have been at the lower scale: no batch is lost to a first scale that is too high.
 
-Where the lowest scale does not help either, or the loss is not finite, the batch is to
+If the lowest scale does not help either, or the loss is not finite, the batch is to
 blame. It is skipped, and the scale is what it is after one skip.
 
-Measured, and left: to back off by more than half (one halving is enough mostly); to
-choose the first scale by a pass in bfloat16 (2^17 for a regression that needs 2^8 by
-its 60th step); to try again inside of the program (twice the operations); to grow only
-where there is headroom (half of the later skips, but other scales than Keras').
+Measured and rejected: backing off by more than half (one halving is mostly enough);
+choosing the first scale by a pass in bfloat16 (2^17 for a regression that needs 2^8 by
+its 60th step); retrying inside the program (twice the operations); growing only where
+there is headroom (half of the later skips, but other scales than Keras').
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from keras_mp.loss_scaling.state import Counts
 
 
 def call(model: Any, train_function: Callable, *args: Any) -> Any:
-    """Makes one call of a train function, and takes what it skips again."""
+    """Calls a train function once, and repeats the steps that it skips."""
     if not _may_retake(model, engine.optimizer_values(args)):
         return train_function(*args)
 
@@ -76,12 +76,12 @@ def _until_applied(model: Any, state: Any, once: Callable) -> tuple[Any, Any]:
 
 
 def _scale_was_too_high(before: Counts, after: Counts) -> bool:
-    """Was a step skipped, and not for what no scale can mend?"""
+    """Was a step skipped for a reason that a lower scale can remove?"""
     return after.skipped > before.skipped and after.broken == before.broken
 
 
 def _counts(optimizer: Any, values: Sequence[Any] | None) -> Counts:
-    """What Python knows of the steps so far, or else what the device says."""
+    """What Python knows about the steps so far, or else what the device says."""
     scaling = loss_scaling_of(optimizer)
     if scaling is None:
         return Counts(0, 0, 0)
@@ -95,7 +95,7 @@ def _counts(optimizer: Any, values: Sequence[Any] | None) -> Counts:
 def _counts_after(
     before: Counts, optimizer: Any, values: Sequence[Any] | None
 ) -> Counts:
-    """The same after one step more: one number is read if it was applied."""
+    """The counts after one more step; reads one number if the step was applied."""
     scaling = loss_scaling_of(optimizer)
     if scaling is None:
         return before
@@ -114,7 +114,7 @@ def _of(state: Any) -> Any:
 
 
 def _values(optimizer: Any, variables: Sequence[Any], values: Any) -> list[Any]:
-    """Copies, on JAX of what stands in the state that `fit` passes round."""
+    """Copies of their values; on JAX from the state that `fit` passes round."""
     if values is None:
         return [ops.copy(v.value) for v in variables]
     places = _places(optimizer)

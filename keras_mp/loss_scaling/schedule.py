@@ -12,12 +12,12 @@ Nothing here knows of optimizers, models or devices. The rule, as pseudocode:
                         scale = max(scale * backoff_factor, min_scale)
                 else: broken_steps += 1
 
-A loss that is not finite, and gradients that are not at a scale that goes no lower, are
-no fault of the scale: it stays, however often that happens.
+If the loss is not finite, or the gradients are not finite at the lowest scale, then the
+scale is not to blame: it stays, however often that happens.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 and its
-appendix on dynamic scaling; hysteresis as in NVIDIA Apex: the first skips of a row are
-forgiven, every further one of that row backs off.
+appendix on dynamic scaling; hysteresis as in NVIDIA Apex: the first skips in a row are
+forgiven, every further one in that row backs off.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class LossScaleRule:
 
         for name in ("dynamic_growth_steps", "hysteresis"):
             check_whole_number(name, given[name])
-            # Not a NumPy number any more: configs are written as JSON.
+            # No NumPy numbers: configs are written as JSON.
             object.__setattr__(self, name, int(given[name]))
         check("dynamic", isinstance(self.dynamic, bool), "be True or False")
         for name in _REALS:
@@ -201,7 +201,7 @@ _REALS = ("initial_scale", "growth_factor", "backoff_factor", "min_scale", "max_
 
 
 def _as_float(value: Any) -> float:
-    """The number as a float: nan, which no rule admits, if it is none."""
+    """The value as a float; if it is no number, nan, which every rule refuses."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:

@@ -1,6 +1,6 @@
 """Warns of skipped steps that no loss scale can mend; ends a diverged training.
 
-It reads the device, which waits for the steps under way: so not at every step.
+It reads the device, which waits for running steps, so it does not look at every step.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from keras_mp.loss_scaling.schedule import LossScaleState
 
 
 class SkipWatch:
-    """What one optimizer has reported of its skipped steps so far.
+    """What one optimizer has reported about its skipped steps so far.
 
     Args:
         max_consecutive_skips: skipped steps in a row after which to raise, or None.
@@ -26,7 +26,7 @@ class SkipWatch:
     ) -> None:
         self.max_consecutive_skips = max_consecutive_skips
         self._lowest_scale = lowest_scale
-        # `fit` looks once in so many steps: a row of twice as many never goes unseen.
+        # `fit` looks this rarely, so it never misses twice as many skips in a row.
         self._usual_interval = min(max_consecutive_skips or 100, 100)
         # The first look comes early: a model whose loss is never finite shows it then.
         self.interval = min(10, self._usual_interval)
@@ -34,7 +34,7 @@ class SkipWatch:
         self.resume(skipped_steps=0, broken_steps=0)
 
     def resume(self, skipped_steps: int, broken_steps: int) -> None:
-        """Takes these counts of a checkpoint for reported already."""
+        """Treats these counts from a checkpoint as already reported."""
         self._reported_skips = skipped_steps
         self._reported_broken_steps = broken_steps
 
@@ -49,11 +49,11 @@ class SkipWatch:
             counts: see `nonfinite.py`, a column for each of `variables`.
 
         Raises:
-            TrainingDivergedError: after `max_consecutive_skips` skips in a row. Those
-                that were reported are not held against a training that goes on.
+            TrainingDivergedError: after `max_consecutive_skips` skips in a row. Skips
+                that were already reported do not count again if training goes on.
         """
         self.interval = self._usual_interval
-        # Of a variable with a value on each of TensorFlow's replicas, one value.
+        # One value of each variable, even if every TensorFlow replica has its own.
         state = LossScaleState(*(ops.copy(value) for value in state))
         skips, total = int(state.consecutive_skips), int(state.skipped_steps)
         steps = int(ops.copy(iterations)) + total
@@ -84,9 +84,9 @@ class SkipWatch:
             )
         else:
             warn(
-                f"{broken} of {total} skipped steps were broken whatever the loss "
-                "scale: the loss itself was not finite, or gradients at a scale that "
-                f"goes no lower. Seen {where}{names}. {_GRADIENTS} {_DIAGNOSE}"
+                f"{broken} of {total} skipped steps would have failed at any loss "
+                "scale: the loss itself was not finite, or gradients were not finite "
+                f"at the lowest scale. Seen {where}{names}. {_GRADIENTS} {_DIAGNOSE}"
             )
 
 

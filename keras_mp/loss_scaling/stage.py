@@ -60,7 +60,7 @@ def in_train_step() -> bool:
 
 
 class Stage(enum.Enum):
-    """What the last call said of the gradients that come next."""
+    """What the last call said about the gradients that come next."""
 
     NEVER_SCALED = "never scaled"
     SCALED = "scaled"
@@ -87,7 +87,7 @@ class GradientStage:
         Raises:
             ValueError: if they have been already.
         """
-        # A scale_loss inside a compiled function is not seen again: outside of it two
+        # Python does not see a scale_loss inside a compiled function again: two eager
         # unscalings in a row are then two steps, not one step unscaled twice.
         unseen = self._traced and not tracing
         if self._unscaled_since and not unseen:
@@ -125,7 +125,7 @@ class GradientStage:
                 )
             return self.stage is not Stage.UNSCALED
         if self._traced and not tracing:
-            # An eager step whose loss is scaled inside a function compiled before.
+            # An eager step whose loss was scaled inside a function compiled earlier.
             return self.stage is Stage.SCALED
         if self.stage is not Stage.NEVER_SCALED:
             raise ValueError(

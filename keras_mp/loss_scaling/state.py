@@ -1,7 +1,7 @@
-"""What one optimizer remembers of loss scaling.
+"""What one optimizer remembers about loss scaling.
 
-A value that the optimizer holds: the variables of a `LossScaleState`, counts of the
-gradients that were not finite, and the watches of Python's own.
+The optimizer holds one object: the variables of a `LossScaleState`, counts of the
+gradients that were not finite, and the watches, which live in Python.
 """
 
 import math
@@ -33,21 +33,21 @@ class LossScaling:
     Args:
         rule: how the loss scale moves.
         max_consecutive_skips: see `SkipWatch`.
-        retake_steps: in so many first steps `fit` takes a skipped step again; None
-            for always.
+        retake_steps: in this many first steps `fit` repeats a skipped step; None for
+            always.
         add_variable: (initial value, name) -> a variable of the optimizer.
 
     Attributes:
         scale, finite_steps, skipped_steps, consecutive_skips, broken_steps: variables,
             as in `LossScaleState`.
-        variables: these five, in its order.
+        variables: these five, in the order of `LossScaleState`.
         nonfinite_counts: a variable, see `nonfinite.py`; None before `build`.
         before_skip: on torch, the values of the state before the first skipped update
-            of a train step, which sets it to None when it begins.
+            of a train step; each train step starts by setting it to None.
         retakes: whether `fit` may still be among its first `retake_steps`.
         one_update: whether the last train step that Python saw makes this optimizer's
-            update and has no other effect that is known, so that it may be taken again.
-        counts: what Python knows of the steps so far; None if it has to ask.
+            update and has no other known effect, so that it may be repeated.
+        counts: what Python knows about the steps so far; None if it has to ask.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LossScaling:
         self.nonfinite_counts: Any = None
 
     def build(self, number: int) -> None:
-        """Creates the counts for so many variables."""
+        """Creates the counts for this many variables."""
         counts = np.zeros((ROWS, number), "int32")
         self.nonfinite_counts = self._add_variable(counts, "nonfinite_counts")
 
@@ -98,16 +98,16 @@ class LossScaling:
             self.before_skip = [ops.copy(v.value) for v in self.variables]
 
     def resume(self) -> None:
-        """Takes the skips that a checkpoint holds for reported already.
+        """Treats the skips in a checkpoint as already reported.
 
-        Its steps may be among the first.
+        The next steps may still be among the first `retake_steps`.
         """
         skipped, broken = self.skipped_steps.value, self.broken_steps.value
         self.skips.resume(int(ops.copy(skipped)), int(ops.copy(broken)))
         self.retakes, self.counts = self.retake_steps != 0, None
 
     def after_broken_step(self, values: Sequence[Any]) -> LossScaleState:
-        """What a state of these values becomes if the loss of a step was not finite."""
+        """The state that follows these values if the loss of a step was not finite."""
         state = LossScaleState(*values)
         return state._replace(
             skipped_steps=state.skipped_steps + 1,

@@ -1,7 +1,7 @@
 """A step of an optimizer: prepare, decide, write, with plain values between them.
 
 prepare   which gradients are there, and what shows whether they are finite?
-decide    is the step applied, and what does loss scaling remember of it?
+decide    is the step applied, and what does loss scaling remember about it?
 write     the inner optimizer's update, or none; then the new scale and counters
 """
 
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What comes of a step.
+    """The outcome of a step.
 
     Attributes:
         finite: whether it is applied: a bool where Python may know, else a bool scalar.
@@ -67,7 +67,7 @@ def prepare(
         if not gradients.stay_finite(variables, inner, scaling.rule.min_scale):
             grads, scaled = gradients.unscaled(grads, variables, scale), False
         else:
-            # Else where they are written: TensorFlow's graphs reuse their memory there.
+            # Otherwise `write` unscales: there TensorFlow's graphs reuse their memory.
             in_place = gradients.unscaled_in_place(grads, variables, scale)
             if in_place is not None:
                 (grads, found), scaled = in_place, False
@@ -108,7 +108,7 @@ def decide(scaling: LossScaling, optimizer: Any, prepared: Prepared) -> Decision
 def write(
     scaling: LossScaling, inner: Any, prepared: Prepared, decision: Decision
 ) -> None:
-    """Updates the variables if the step is applied, and loss scaling's own always."""
+    """Updates the variables if the step is applied, and loss scaling's state always."""
     variables = prepared.variables
 
     def run(grads: Sequence[Any]) -> None:

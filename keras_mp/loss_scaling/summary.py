@@ -69,7 +69,7 @@ def note(optimizer: Any) -> None:
 def lines() -> list[str]:
     """One line for each optimizer: name, final loss scale, steps, skipped steps.
 
-    Without those that were never applied, unless that holds for all.
+    Leaves out optimizers that were never applied, unless none of them was.
     """
     entries = list((_entries or {}).values())
     applied = [entry for entry in entries if entry.is_applied()]

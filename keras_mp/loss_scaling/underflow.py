@@ -1,4 +1,4 @@
-"""The share of gradients that underflow in float16, where somebody asks for it."""
+"""The share of gradients that underflow in float16, if somebody asks for it."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,27 +20,27 @@ class UnderflowWatch:
         self._watched, self._share = {id(v) for v in variables}, None
 
     def look(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Is shown the scaled gradients of a step; costs nothing if none is watched."""
+        """Looks at the scaled gradients of a step; costs nothing if none is watched."""
         pairs = zip(grads, variables, strict=True)
         seen = [g for g, v in pairs if g is not None and id(v) in self._watched]
         if seen:
             self._share = subnormal_share(seen)
 
     def take(self) -> Any:
-        """The share of the step just made, a float32 scalar; None if none was seen."""
+        """The share in the last step, a float32 scalar; None if none was seen."""
         share, self._share = self._share, None
         return share
 
 
 def subnormal_share(grads: Sequence[Any]) -> Any:
-    """Of the elements that are not 0, the share below the normal numbers of float16.
+    """The share of the nonzero elements that are below float16's normal numbers.
 
-    There bits are lost, and below 2^-25 all of them. What became 0 cannot be told from
-    what was 0.
+    They lose bits, and below 2^-25 all of them. An element that became 0 cannot be told
+    from one that was 0.
     """
     below = present = 0.0
     for grad in grads:
-        # Of a sparse gradient of TensorFlow's, what it holds.
+        # A sparse TensorFlow gradient counts only the values that it holds.
         values = grad.values if hasattr(grad, "dense_shape") else grad
         size = ops.abs(ops.cast(values, "float32"))
         nonzero = ops.sum(ops.cast(size > 0, "float32"))

@@ -1,8 +1,8 @@
-"""Names an optimizer that applies gradients which no loss scale has kept from zero.
+"""Warns of an optimizer whose float16 gradients no loss scale keeps from zero.
 
-In a loop of the user's own nothing wraps a plain Keras optimizer. Where it updates
-weights of layers that compute in float16, gradients below 2**-24 are lost without a
-trace: nothing fails, and nothing learns.
+In a custom loop nothing wraps a plain Keras optimizer. If it updates weights of layers
+that compute in float16, gradients below 2**-24 are lost without a trace: nothing fails,
+and nothing learns.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from keras_mp.rounding.optimizer import parts_of
 
 # The layers that compute in float16, as they did when they were first called.
 _layers: weakref.WeakSet = weakref.WeakSet()
-# Optimizer -> how many layers there were when it was looked at last; None: leave alone.
+# Optimizer -> how many layers there were at the last look at it; None: leave it alone.
 _seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _thread = threading.local()
 
@@ -31,7 +31,7 @@ def note_layer(layer: Any) -> None:
 
 
 def leave_alone(optimizer: Any) -> None:
-    """Says nothing of an optimizer: it is scaled, or the user wants no scale."""
+    """Never warns of an optimizer: it is scaled, or the user wants no scale."""
     for part in parts_of(optimizer):
         _seen[part] = None
 
@@ -69,14 +69,14 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
         "2**-24 are lost. Write `optimizer = keras_mp.LossScaleOptimizer(optimizer)` "
         "where you create it, and `loss = optimizer.scale_loss(loss)` before you take "
         "the gradients (`optimizer.stateless_scale_loss(optimizer_variables, loss)` "
-        "in a function that JAX traces). With `loss_scale_factor=1.0` an optimizer is "
-        "left as it is."
+        "in a function that JAX traces). To train without loss scaling, give the "
+        "optimizer `loss_scale_factor=1.0`."
     )
 
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Looks at the end: a model's first step may show what has to be scaled."""
+    """Postpones looks to the end: a model's first step may show what must be scaled."""
     before, _thread.waiting = getattr(_thread, "waiting", None), []
     try:
         yield

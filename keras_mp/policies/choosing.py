@@ -1,7 +1,7 @@
-"""How a layer comes by its policy.
+"""How a layer gets its policy.
 
 A Keras policy never sees the layer it is for. A policy of ours does: it chooses a stock
-Keras policy for the layer, which is what the layer keeps, saves and shows:
+Keras policy for the layer, which the layer keeps, saves and shows:
 
     the layer is created     choose_by_class: rules about classes
     its first call           choose_policy: all other rules; the layer's children follow
@@ -41,7 +41,7 @@ from keras_mp.policies.rule import Rule
 from keras_mp.policies.rules import OUTPUT, OUTPUT_ALONE, SOFTMAX, STORED
 from keras_mp.policies.weights import bring_to, has_large
 
-# Before the path of a layer in a file's map: it is in float32 with all its parts.
+# Prefix of a layer's path in a file's map: the layer and all its parts are in float32.
 IN_FILES = "keras_mp/"
 
 
@@ -55,7 +55,7 @@ def decision_for(layer: Any) -> Decision | None:
 
 
 def chooser_for(layer: Any) -> ChoosingPolicy | None:
-    """The policy of ours that has decided for `layer`, or will; None if none does."""
+    """The policy of ours that has decided or will decide for `layer`; None if none."""
     decision = decision_for(layer)
     return (decision and decision.chooser) or chooser_of(policy_of(layer))
 
@@ -108,7 +108,7 @@ def _choose_by_map(layer: Any) -> None:
             private.set_policy(part, FLOAT32)
             _set(part, Decision(FLOAT32, STORED))
     elif not layer.path:
-        # Keras sets the path after it has cast the inputs, and for some layers never.
+        # Keras sets the path only after it has cast the inputs, for some layers never.
         private.set_path(layer, path)
 
 
@@ -147,7 +147,7 @@ def keep_output_in_float32(layer: Any) -> bool:
 
 
 def output_rule(layer: Any) -> Rule:
-    """Of a layer made of layers only what it does with their results is float32."""
+    """In a layer made of layers, only what it does with their results is float32."""
     return OUTPUT_ALONE if is_composite(layer) else OUTPUT
 
 
@@ -208,6 +208,6 @@ def _set(layer: Any, decision: Decision, large: bool = False) -> None:
     chooser = decision.chooser or chooser_of(decision.policy)
     if chooser is not None and chooser.variable_dtype == BFLOAT16:
         dtype = decision.policy.variable_dtype
-        # Where that was and stays bfloat16, float32 is what somebody asked for: LoRA.
+        # If that was and stays bfloat16, somebody asked for float32 weights: LoRA.
         if not dtype == before == BFLOAT16:
             bring_to(dtype, layer, large=BFLOAT16 if large else dtype)

@@ -1,8 +1,8 @@
-"""What a model computes in, in a file of `export`.
+"""What a model computes in, once `export` has written it to a file.
 
-LiteRT has no float16 products: a converter leaves them to TensorFlow's own kernels,
-which a phone's interpreter has not, or stops. Such a file computes in float32. To make
-it half as large, its weights are stored in float16 by the converter's options.
+LiteRT has no float16 products: its converter stops, or leaves them to TensorFlow's own
+kernels, which a phone's interpreter lacks. Such a file computes in float32. To make it
+half as large, its weights are stored in float16 by the converter's options.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ class Recommendation:
 def recommended_policy() -> Recommendation:
     """Says which policy suits the hardware that Keras' backend can see, and why.
 
-    This is what the policy `"auto"` resolves to. It never raises: where the
+    This is what the policy `"auto"` resolves to. It never raises: if the
     devices cannot be listed (a broken driver, a missing framework) it
     recommends `"float32"`, which runs everywhere, and gives the failure as
     the reason.
@@ -53,8 +53,8 @@ def recommended_policy() -> Recommendation:
     """
     try:
         devices = engine.list_devices()
-    # Drivers and plugins raise what they like, and whatever it is, a program
-    # that asked for advice must not die of it.
+    # Drivers and plugins raise all kinds of errors, and none of them may stop a
+    # program that only asked for advice.
     except Exception as failure:
         return Recommendation(
             name="float32",
@@ -102,8 +102,8 @@ def recommend(devices: Iterable[Device]) -> Recommendation:
     if not gpus:
         return because(
             "float32",
-            "There is no GPU or TPU here, and on a CPU trainings in mixed "
-            "precision are rarely faster than in float32.",
+            "There is no GPU or TPU here, and on a CPU training in mixed "
+            "precision is rarely faster than in float32.",
         )
 
     for gpu in gpus:
@@ -111,8 +111,8 @@ def recommend(devices: Iterable[Device]) -> Recommendation:
             return because(
                 "float32",
                 f"{gpu.name} ({_KINDS.get(gpu.kind, gpu.kind)}) does not "
-                "report an NVIDIA compute capability, so that nothing is "
-                "known here about its speed in float16.",
+                "report an NVIDIA compute capability, so its speed in float16 is "
+                "unknown.",
             )
 
     lowest = min(gpus, key=_capability)

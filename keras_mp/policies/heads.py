@@ -1,9 +1,9 @@
 """The products of a model's heads: half-precision operands, float32 results.
 
 A head keeps its float32 policy: bias, activation, what it returns and what is saved
-are float32. In a language model its three products are more than half of a step; on
-NVIDIA's GPUs float32 products are TF32 anyway, with the 10 bits of float16, and on TPUs
-passes in bfloat16.
+are float32. In a language model its three products are more than half of a step. On
+NVIDIA's GPUs float32 products are TF32 anyway, with the 10 bits of float16; on TPUs
+they are passes in bfloat16.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from keras_mp.policies.policy import FLOAT32, Decision
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.weights import bring_to, has_bfloat16, has_large
 
-# The metrics, as `compile` takes them, that read which logit is the largest alone.
+# The metrics, as `compile` takes them, that only read which logit is the largest.
 _OF_CLASSES = (
     "accuracy",
     "acc",
@@ -35,15 +35,15 @@ _OF_CLASSES = (
     keras.metrics.CategoricalAccuracy,
 )
 IN_FILES = "keras_mp_heads"
-IN_BFLOAT16 = "keras_mp_bfloat16_heads"  # Those of them with such a kernel.
+IN_BFLOAT16 = "keras_mp_bfloat16_heads"  # The heads with a bfloat16 kernel.
 
 
 def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
-    """Makes the call of a layer with these inputs, which may be a head.
+    """Calls a layer, which may be a head, with these inputs.
 
     Operands are half precision if the input is, before Keras casts it to float32: raw
-    features are not rounded. So they are in the products of the gradient, unless it is
-    float16 and its loss is not scaled.
+    features are not rounded. The same holds in the products of the gradient, unless it
+    would be float16 and its loss is not scaled.
     """
     decision = decision_for(layer)
     if decision is None or not decision.head:
@@ -51,7 +51,7 @@ def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     dtype = half_products(layer, inputs)
     if dtype is None:
         scope: Any = contextlib.nullcontext()
-        if has_bfloat16(layer.weights):  # They meet what a float32 layer returns.
+        if has_bfloat16(layer.weights):  # They meet inputs from a float32 layer.
             scope = private.AutocastScope("float32")
         with scope:
             outputs = original()
@@ -74,7 +74,7 @@ def reading_of_logits(layer: Any) -> tuple[str, bool]:
     """`logits` and `classes` of the `HalfOperands` of a head."""
     decision: Any = decision_for(layer)
     read = records[id(layer)].metrics_read
-    # A model from a file knows no policy of ours but the global one.
+    # A layer from a file has no chooser: only the global policy can say.
     chooser = decision.chooser or keras.config.dtype_policy()
     if getattr(chooser, "recompute_logits", False):
         return "recomputed", read == "classes"
@@ -97,8 +97,8 @@ def half_products(layer: Any, inputs: Any) -> str | None:
 def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A compile config for a file, with the places of the large heads in the model.
 
-    Layers are stored with a stock float32 policy, whoever chose it. Keras does not look
-    here: it passes over what else stands beside the config of an object.
+    Layers are stored with a stock float32 policy, whoever chose it. Keras ignores these
+    entries, as it ignores anything else beside the config of an object.
     """
     heads = {
         place: layer
@@ -127,10 +127,10 @@ def find_heads(model: Any, config: dict[str, Any]) -> None:
 
 
 def note_compiled(layers: list[Any], scaled: bool, metrics: Any) -> None:
-    """Remembers of the heads among layers what their model was compiled with.
+    """Remembers for each head among layers what its model was compiled with.
 
     Args:
-        layers: of the model.
+        layers: those of the model.
         scaled: whether its loss is scaled.
         metrics: all that it was compiled with, nested.
     """

@@ -1,9 +1,9 @@
 """A model's inputs keep their dtype until the first layer.
 
 Keras casts the inputs of a subclassed model to the model's compute dtype, and those of
-a Sequential model without an Input to that of its first layer. In half precision ids
-carried as floats become other ids, and raw features become inf, even where the first
-layer computes in float32. Each layer casts its own inputs; a model need not.
+a Sequential model without an Input to that of its first layer. In half precision, ids
+carried as floats become other ids, and raw features become inf, even if the first layer
+computes in float32. Each layer casts its own inputs; a model need not.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from keras_mp.policies.record import record_of, records
 
 
 def keep_input_dtypes(layer: Any) -> None:
-    """Takes Keras' cast of the inputs off a half-precision model that has no graph."""
+    """Turns off Keras' cast of the inputs in a half-precision model without a graph."""
     if isinstance(layer, keras.Model) and not isinstance(layer, private.Functional):
         half = is_half(policy_of(layer))
         if half or keeps_input_dtypes(layer):
@@ -27,7 +27,7 @@ def keep_input_dtypes(layer: Any) -> None:
 
 
 def keeps_input_dtypes(layer: Any) -> bool:
-    """Was Keras' cast of the inputs taken off this layer?"""
+    """Was Keras' cast of the inputs turned off for this layer?"""
     record = records.get(id(layer))
     return record is not None and record.keeps_input_dtypes
 
@@ -65,7 +65,7 @@ def put_float32_input(model: Any, input_shape: Any) -> None:
 
 
 def _is_shape(shape: Any) -> bool:
-    """Is it the shape of one tensor? Its sizes are numbers, None, or symbols of JAX."""
+    """Is it the shape of one tensor? Its sizes are numbers, None, or JAX symbols."""
     if isinstance(shape, (dict, str)) or not hasattr(shape, "__iter__"):
         return False
     return not any(isinstance(size, (tuple, list, dict, str)) for size in shape)

@@ -24,7 +24,7 @@ def children_of(layer: Any) -> list[Any]:
 
 
 def parts_of(layer: Any) -> list[Any]:
-    """The layers inside which a wrapper computes: the two of one precision."""
+    """The layers whose precision a wrapper shares, because it computes inside them."""
     if isinstance(layer, layers.Wrapper):
         parts = [layer.layer]
     elif isinstance(layer, layers.Bidirectional):
@@ -40,19 +40,19 @@ def parts_of(layer: Any) -> list[Any]:
 
 
 def is_composite(layer: Any) -> bool:
-    """Is it a layer made of layers, more than a wrapper or what has one as activation?
+    """Is it made of layers, and more than a wrapper or a layer with a layer activation?
 
-    What it computes is a matter of its own `call`.
+    Its own `call` decides what it computes.
     """
     own = [*parts_of(layer), getattr(layer, "activation", None)]
     return any(child not in own for child in children_of(layer))
 
 
 def layer_path(layer: Any) -> str:
-    """The path of a layer: for those to which Keras gives none that of its first call.
+    """The path of a layer; if Keras gives it none, the path of its first call.
 
-    During the first call Keras has none yet, and to what is built when it is created
-    (Dropout, Activation) it never gives one.
+    Keras sets the path only after the first call, and never for a layer that is built
+    when it is created (Dropout, Activation).
     """
     if layer.path:
         return layer.path
@@ -66,8 +66,8 @@ def layer_path(layer: Any) -> str:
 def activation_of(layer: Any) -> str:
     """The name of a layer's activation function; empty if it has none.
 
-    A model or a layer made of layers has none of its own: an attribute `activation`
-    there is that of one of its layers, as in the tasks of KerasHub.
+    A model or a layer made of layers has none of its own: its attribute `activation`
+    belongs to one of its layers, as in the tasks of KerasHub.
     """
     if isinstance(layer, keras.Model) or is_composite(layer):
         return ""
@@ -126,7 +126,7 @@ def first_input(layer: Any) -> keras.KerasTensor | None:
 
 
 def policy_of(layer: Any) -> Any:
-    """The policy that a layer computes under: of a map, what stands at its path."""
+    """The policy that a layer computes under; in a map, the entry for its path."""
     policy: Any = getattr(layer, "dtype_policy", None)
     return policy[layer_path(layer)] if has_map(layer) else policy
 
@@ -137,7 +137,7 @@ def has_map(layer: Any) -> bool:
 
 
 def has_default_policy(child: Any, copied: bool) -> bool:
-    """Does a layer that another one holds have the global policy, chosen by nobody?
+    """Does a layer inside another have the global policy because nobody chose one?
 
     `copied`: its policy is a copy, equal to the global one and not the same object.
     """
@@ -146,5 +146,5 @@ def has_default_policy(child: Any, copied: bool) -> bool:
 
 
 def copies_children(layer: Any) -> bool:
-    """Does a layer make copies, from their configs, of the layers that it is given?"""
+    """Does a layer copy the layers that it is given, from their configs?"""
     return isinstance(layer, keras.layers.Bidirectional)

@@ -1,8 +1,8 @@
 """Layers that mix dtypes in their `call`: their first call keeps them in float32.
 
-Half-precision inputs beside float32 numbers of the layer's own, such as random draws, a
-mask or a constant, stop TensorFlow, which does not promote. And some operations take no
-float16 on any backend, such as a Fourier transform.
+TensorFlow does not promote: it fails if half-precision inputs meet float32 numbers of
+the layer's own, such as random draws, a mask or a constant. And some operations, such
+as a Fourier transform, take no float16 on any backend.
 """
 
 import re
@@ -32,10 +32,10 @@ _ADDED_BY_KERAS = "Arguments received by"
 def first_result(layer: Any, call: Callable[[], Any]) -> Any:
     """What a layer's first call returns.
 
-    A layer of the user's for which a policy of ours chose half precision, and whose
-    call fails for its dtypes, is called again in float32 and stays there. If that
-    fails as well the layer has its policy back. A model and a layer with state are not
-    called twice: their error gets a note with the remedy.
+    If a policy of ours chose half precision for a layer of the user's, and its call
+    fails because of dtypes, it is called again in float32 and stays there. If that
+    fails as well, the layer gets its policy back. A model and a layer with state are
+    not called twice: their error gets a note with the remedy.
     """
     try:
         with first_call(layer):
@@ -79,7 +79,7 @@ def _is_keras_own(layer: Any) -> bool:
 
 def _is_of_dtypes(error: Exception) -> bool:
     if getattr(error, "__notes__", None):
-        return False  # A layer inside has told the remedy.
+        return False  # A layer inside has named the remedy.
     return any(
         _OF_DTYPES.search(str(reason).split(_ADDED_BY_KERAS)[0])
         for reason in _reasons(error)
@@ -89,8 +89,8 @@ def _is_of_dtypes(error: Exception) -> bool:
 def _reasons(error: BaseException) -> Iterator[BaseException]:
     """The error, and what Keras hides behind it.
 
-    Whatever stops the function of a Lambda in a symbolic call, Keras asks for an
-    `output_shape` instead.
+    If the function of a Lambda fails in a symbolic call, Keras hides why and asks for
+    an `output_shape` instead.
     """
     yield error
     while isinstance(error, NotImplementedError) and error.__context__ is not None:
@@ -99,7 +99,7 @@ def _reasons(error: BaseException) -> Iterator[BaseException]:
 
 
 def _has_state(layer: Any) -> bool:
-    """May the call have changed something? Seeds are no matter: another draw is one."""
+    """May the call have changed something? Seeds do not count: any draw is as good."""
     return bool(layer.non_trainable_weights or layer.losses or layer.metrics)
 
 

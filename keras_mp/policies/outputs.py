@@ -1,7 +1,7 @@
 """What a model returns: its output layers compute in float32, and the rest is cast.
 
-A cast at the end makes no value better. It is for programs that go on with the outputs
-in float32, where TensorFlow does not mix dtypes.
+A cast at the end makes no value better. It is for programs that use the outputs in
+float32, because TensorFlow does not mix dtypes.
 """
 
 import collections
@@ -31,11 +31,11 @@ _hidden: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def note_compiled(model: Any) -> None:
-    """Decides anew, of a model that was just compiled, which layers are its heads.
+    """Decides again which layers of a model that was just compiled are its heads.
 
-    A layer that a loss reads is one, and no layer that another compiled model has in
-    its middle: that one's loss is computed from float32 anyway. What a model is called
-    in, or nested in without being compiled, is no matter.
+    A head is a layer that a loss reads, unless another compiled model has it in its
+    middle: that model's loss is computed from float32 anyway. It does not matter which
+    models call this one, or contain it without being compiled.
     """
     changed = []
     if is_graph(model):
@@ -62,10 +62,10 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     """Turns the output layers of a model to float32; without a graph, once called.
 
     Only layers for which a policy of ours has decided: what the user said explicitly
-    for a layer wins. A layer made of layers, unless it leaves its inputs as they are
-    (`autocast=False`), computes what it likes of theirs: it stays, and so does an
-    output that `compile` was given no loss for, and what is in the middle of another
-    compiled model.
+    for a layer wins. A layer made of layers stays unless it has `autocast=False`,
+    because nobody knows what it computes from their results. An output without a loss
+    in `compile` stays, too, and so does a layer in the middle of another compiled
+    model.
 
     Returns:
         The layers that have changed.
@@ -132,10 +132,10 @@ def _output_layers(model: Any) -> Iterator[Any]:
 
 
 def _ends(graph: Any, outputs: list[Any]) -> Iterator[Any]:
-    """The layers whose values outputs of a graph are made of.
+    """The layers whose values make up these outputs of a graph.
 
-    Seen through plain operations and layers without weights, as far as nothing else
-    reads what they read: what is added to an output and goes on elsewhere is hidden.
+    Looks through plain operations and layers without weights, unless something else
+    reads what they read: a value that is added to an output and used elsewhere stays.
     """
     wanted = {id(tensor) for tensor in outputs}
     readers: dict[int, set[int]] = collections.defaultdict(set)
@@ -185,7 +185,7 @@ def _read_by_losses(model: Any, outputs: Any) -> list[Any]:
 
 
 def producers(tensor: Any) -> Iterator[Any]:
-    """The layers whose values a tensor is made of, seen through plain operations."""
+    """The layers whose values make up a tensor, looking through plain operations."""
     operation, call = private.origin(tensor)
     if isinstance(operation, keras.layers.Layer):
         yield from _leaves(operation)

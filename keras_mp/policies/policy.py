@@ -17,7 +17,7 @@ from keras_mp.policies.rule import Rule, RuleTable, user_rule
 from keras_mp.policies.rules import BATCH_STATISTICS, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
-# the layer's policy as it stands.
+# the layer's policy unchanged.
 OPAQUE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 FLOAT32 = keras.DTypePolicy("float32")
 
@@ -26,7 +26,7 @@ class _ChosenName(str):
     """The name of a stock policy that remembers which policy of ours chose it.
 
     A layer's policy reaches its children (`dtype=self.dtype_policy`) and its clones,
-    for which Keras makes a new policy of the name alone. In files it is a plain name.
+    and Keras makes their new policy from the name alone. In files it is a plain name.
     """
 
     chooser: "ChoosingPolicy"
@@ -36,7 +36,7 @@ class ChoosingPolicy(keras.DTypePolicy):
     """A policy that keeps in float32 what the rules say; see the subclasses."""
 
     _policy_name: str
-    # Beside the rules of all policies.
+    # In addition to the rules of all policies.
     _own_rules: tuple[Rule, ...] = ()
 
     def __init__(
@@ -78,7 +78,7 @@ class ChoosingPolicy(keras.DTypePolicy):
         return self.decide(layer)[0]
 
     def decide(self, layer: Any) -> "Decision":
-        """Returns `for_layer`'s policy with the rule that chose it, None for half."""
+        """Returns `for_layer`'s policy and the rule behind it, None for half."""
         rule = self._rule_for(layer)
         if rule is not None:
             return Decision(keras.DTypePolicy("float32"), rule, self)
@@ -91,7 +91,7 @@ class ChoosingPolicy(keras.DTypePolicy):
             if rule.matches(layer):
                 self._matched.add(rule.name)
                 return rule
-        # A wrapper computes in the precision of what it wraps: some call its `call`.
+        # A wrapper computes in the precision of what it wraps: some call that `call`.
         copied = copied or copies_children(layer)
         for part in parts_of(layer):
             if policy_of(part) == FLOAT32 and not has_default_policy(part, copied):
@@ -103,7 +103,7 @@ class ChoosingPolicy(keras.DTypePolicy):
     def unmatched_patterns(self, layers: Iterable[Any]) -> list[str]:
         """The regular expressions of `float32` that match none of these layers.
 
-        Nor have decided for any other before: a policy may be for several models.
+        Those that matched a layer before are left out: a policy may serve many models.
         """
         return [
             rule.name
@@ -142,8 +142,8 @@ class MixedFloat16(ChoosingPolicy):
             expressions that the whole path of a layer must match (`re.fullmatch`), or
             predicates layer -> bool.
         recompute_logits: on JAX, a large head's logits are not kept for the gradient of
-            a cross-entropy but computed once more, in chunks of the classes:
-            memory before time. No file holds it.
+            a cross-entropy but computed once more, in chunks of the classes: this
+            saves memory and costs time. No file stores this argument.
 
     Raises:
         TypeError, ValueError: for an entry of `float32` that is none of these; for a
@@ -179,7 +179,7 @@ class BFloat16(ChoosingPolicy):
     layer has its weights in bfloat16; its product, its bias and what it returns are
     float32.
 
-    `compile` puts the optimizer into a `StochasticRoundingOptimizer`: by itself Adam
+    `compile` wraps the optimizer in a `StochasticRoundingOptimizer`: without it, Adam
     does not move bfloat16 weights. In a loop of your own, create one.
     """
 
@@ -204,7 +204,7 @@ class Decision(NamedTuple):
 
     @property
     def includes_children(self) -> bool:
-        """Does it keep in float32 what the layer holds, too?"""
+        """Does it also keep in float32 what the layer holds?"""
         return self.rule is not None and not self.rule.alone
 
 
@@ -213,8 +213,8 @@ def Policy(name: str | keras.DTypePolicy) -> keras.DTypePolicy:  # noqa: N802 (t
 
     Args:
         name: "mixed_float16", "mixed_bfloat16" and "bfloat16" give `MixedFloat16`,
-            `MixedBFloat16` and `BFloat16`, "auto" the recommended one; "float32" and
-            the other names of float dtypes, and policy objects, what they are in Keras.
+            `MixedBFloat16` and `BFloat16`, "auto" gives the recommended one; "float32",
+            other names of float dtypes, and policy objects mean what they do in Keras.
 
     Raises:
         ValueError: for a name that is no policy.
@@ -231,7 +231,7 @@ def Policy(name: str | keras.DTypePolicy) -> keras.DTypePolicy:  # noqa: N802 (t
         try:
             return keras.dtype_policies.get(name)
         except ValueError:
-            pass  # Said below, with the names that are known.
+            pass  # The error below lists the known names.
     meant = _SHORT_NAMES.get(name) if isinstance(name, str) else None
     raise ValueError(
         "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'bfloat16', "

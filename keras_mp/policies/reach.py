@@ -33,7 +33,7 @@ def warn_of_unreached(model: Any) -> bool:
 def warn_of_unmatched(model: Any, policy: Any) -> None:
     """Warns of the patterns of a policy, or of a map of them, that match no layer.
 
-    For `convert`, whose model may be examined already: it has another policy now. If it
+    For `convert`: its model may have been examined already, under another policy. If it
     is not built, `compile` or its first step warns.
     """
     layers = private.layers_in(model)
@@ -47,7 +47,7 @@ def warn_of_unmatched(model: Any, policy: Any) -> None:
 
 
 def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
-    """What reaches no layer of a built model: its path, a sentence and a remedy."""
+    """Policies that reach no layer of a built model: path, sentence and remedy each."""
     layers = private.layers_in(model)
     if _is_late(model, layers):
         name = keras.config.dtype_policy().name
@@ -84,7 +84,7 @@ def _unmatched(
 
 
 def _is_late(model: Any, layers: list[Any]) -> bool:
-    """Has a model float32 as Keras' default, although the global policy is ours now?
+    """Is a model in float32 by Keras' default, although the global policy is ours now?
 
     Layers that nobody gave a policy share one object with their model.
     """

@@ -1,7 +1,7 @@
-"""What keras_mp remembers of a layer: one record a layer, beside it and not in it.
+"""What keras_mp remembers about a layer: one record each, outside of the layer.
 
-`dir` and `vars` of other people's layers show nothing of it, and Keras tracks none of
-it. A record goes with its layer.
+`dir` and `vars` of other people's layers do not show it, and Keras does not track it. A
+record is dropped with its layer.
 """
 
 import weakref
@@ -13,7 +13,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 
-# What a change of precision, or a call under another one, changes of a layer itself.
+# The layer's own attributes that a change of precision, or a call under another, sets.
 _OWN = (private.DTYPE_POLICY, private.CONVERT_INPUTS)
 _REMEMBERED = (
     "decision",
@@ -29,27 +29,27 @@ _REMEMBERED = (
 
 
 class Record:
-    """What is remembered of one layer.
+    """What is remembered about one layer.
 
     Attributes:
         decision: the `Decision` about its policy, or None.
         chosen: the policy under which it was last called for the first time.
         path: where it was first called, for a layer to which Keras gives no path.
         first_input: what it was first called with, symbolic: shape and dtype.
-        called_with: of a model without a graph, what it was first called with.
-        returned: of such a model, what it returned, each tensor replaced by a weak
+        called_with: for a model without a graph, what it was first called with.
+        returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
-        keeps_input_dtypes: whether Keras' cast of its inputs was taken off.
-        loss_is_scaled: of a head, whether the loss that reads it is scaled.
-        metrics_read: of a head, what the metrics of its model read of what it returns:
+        keeps_input_dtypes: whether Keras' cast of its inputs was turned off.
+        loss_is_scaled: for a head, whether the loss that reads it is scaled.
+        metrics_read: for a head, what its model's metrics read from its output:
             "nothing", the largest "classes", or "logits".
     """
 
     __slots__ = ("_layer", *_REMEMBERED)
 
     def __init__(self, layer: Any) -> None:
-        # By a key, not in a WeakKeyDictionary: every call of a layer looks here, and
-        # `dict.get` is no call of Python's.
+        # By id, not in a WeakKeyDictionary: every call of a layer looks here, and
+        # `dict.get` runs no Python code.
         key = id(layer)
         self._layer = weakref.ref(layer, lambda _: records.pop(key, None))
         self.decision: Any = None
@@ -63,12 +63,12 @@ class Record:
         self.metrics_read = "nothing"
 
 
-# The records by the id of their layer, for a look that makes none.
+# The records by the id of their layer, for reading without creating one.
 records: dict[int, Record] = {}
 
 
 def record_of(layer: Any) -> Record:
-    """The record of a layer, made if there is none."""
+    """The record of a layer, created if there is none."""
     record = records.get(id(layer))
     if record is None:
         record = records[id(layer)] = Record(layer)
@@ -76,7 +76,7 @@ def record_of(layer: Any) -> Record:
 
 
 class Precision:
-    """What layers compute in, to be put back as it was."""
+    """The precision of layers, so that it can be restored."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         self._before = []
@@ -90,7 +90,7 @@ class Precision:
             self._before.append((layer, own, values))
 
     def put_back(self) -> None:
-        """Gives each layer the policy that it had, its weights, what was remembered."""
+        """Gives each layer back its policy, its weights and what was remembered."""
         for layer, own, values in self._before:
             for name in _OWN:
                 vars(layer).pop(name, None)

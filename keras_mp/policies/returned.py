@@ -1,6 +1,6 @@
 """Which layers make what a layer without a graph returns: a call shows it.
 
-Of a model that is its first call, of a layer in a graph one more on symbolic tensors.
+For a model this is its first call, for a layer in a graph an extra symbolic call.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from keras_mp.policies.layers import is_graph
 from keras_mp.policies.record import record_of, records
 
 # By thread: the tensors that layers have returned within such a call, and the layers.
-# By weak references: in a call there is much.
+# The references are weak, because a call makes many tensors.
 watched: dict[int, list[tuple[Any, Any]]] = {}
 
 
 @contextlib.contextmanager
 def noted(layer: Any, first_of_all: bool) -> Iterator[Callable[[Any], None]]:
-    """Gives a function to call with what a call of a layer returns.
+    """Yields a function that must be called with what a call of a layer returns.
 
     Args:
-        first_of_all: it is the first call of a model, and the outermost.
+        first_of_all: whether this is the first call of a model, and the outermost.
     """
     thread = threading.get_ident()
     if first_of_all and not is_graph(layer):
@@ -48,7 +48,7 @@ def _note(layer: Any, made: list[tuple[Any, Any]], result: Any) -> None:
 
 
 def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None:
-    # What a layer passes on is made by another, which has returned before.
+    # If a layer passes a tensor on, the layer that made it has returned earlier.
     record_of(model).returned = keras.tree.map_structure(
         lambda output: next((maker for x, maker in made if x() is output), None),
         outputs,
@@ -60,14 +60,14 @@ def _pass(result: Any) -> None:
 
 
 def makers_of(model: Any) -> Any:
-    """In place of each output the layer that makes it, or None; None if not known."""
+    """The layer that makes each output, or None; only None if they are not known."""
     record = records.get(id(model))
     returned = record.returned if record else None
     return keras.tree.map_structure(lambda layer: layer and layer(), returned)
 
 
 def makers_in(layer: Any, node: Any) -> Any:
-    """The same of a layer that a graph calls, found by calling it as `node` does."""
+    """The same for a layer that a graph calls, found by calling it as `node` does."""
     if makers_of(layer) is None:
         with contextlib.suppress(symbolic.SymbolicCallError):
             symbolic.call_like(node, _Watched(name="watched", layer=layer))
@@ -75,7 +75,7 @@ def makers_in(layer: Any, node: Any) -> Any:
 
 
 class _Watched(keras.Operation):
-    """A call of a layer of which is noted what it returns."""
+    """A call of a layer that notes what it returns."""
 
     def __init__(self, name: str, layer: Any) -> None:
         super().__init__(name=name)

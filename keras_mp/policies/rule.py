@@ -29,9 +29,9 @@ class Rule:
         reason: one sentence.
         source: where the reason comes from.
         backends: the Keras backends on which it holds.
-        alone: it is about the layer itself, and not about the layers that it holds.
-        unless: layer -> bool, asked at the layer's first call: it frees the layer from
-            the rule.
+        alone: whether it is only about the layer itself, not the layers that it holds.
+        unless: layer -> bool, asked at the layer's first call: if True, the rule does
+            not apply.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Which layers stay in float32, and why.
 
-The first rule that matches decides; a layer that none matches computes in half
+The first rule that matches decides; if none matches, the layer computes in half
 precision. `print(RULES)` shows them as a table; `sweeps/README.md` has the measurements
-that they stand on.
+behind them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ layers = keras.layers
 SOFTMAX_NAMES = {"softmax", "log_softmax", "sparsemax"}
 # Above it float16 no longer holds every whole number.
 LARGEST_EXACT_INTEGER = 2048
-# The bfloat16 sum of so many equal numbers is right, and of 256 no longer grows.
+# The bfloat16 sum of this many equal numbers is right; at 256 it no longer grows.
 WIDE = 128
 
 
@@ -31,14 +31,14 @@ def is_softmax(layer: Any) -> bool:
 
 
 def _if_there(*names: str) -> tuple[type, ...]:
-    """The layers of these names, without those that came after this Keras."""
+    """The layers of these names, without those that this Keras does not have yet."""
     return tuple(getattr(layers, name) for name in names if hasattr(layers, name))
 
 
 def is_fed_by_half_precision(layer: Any) -> bool:
-    """Does the layer see what half-precision layers compute, and no raw data?
+    """Does the layer see only the results of half-precision layers, and no raw data?
 
-    For those that hold their own there: linear ones.
+    For layers that are accurate enough there: linear ones.
     """
     linear = (
         layers.CenterCrop,
@@ -68,7 +68,7 @@ def _runs_long(layer: Any) -> bool:
 
 
 def _is_non_max_suppression(layer: Any) -> bool:
-    # By name: to import KerasHub for it is out of the question.
+    # By name, because importing KerasHub only for this would cost too much.
     kind = type(layer)
     return (kind.__module__.split(".")[0], kind.__name__) == (
         "keras_hub",
@@ -108,7 +108,7 @@ MIXES_DTYPES = Rule(
     "its call in half precision fails for its dtypes",
     "keras_mp/policies/mixed_dtypes.py",
 )
-# Of the policies under which weights are bfloat16.
+# For the policies under which weights are bfloat16.
 BATCH_STATISTICS = Rule(
     "BatchNormalization",
     (layers.BatchNormalization,),
@@ -242,8 +242,8 @@ _kept: dict[type, Rule] = {}
 def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
     """Keeps all layers of a class in float32 under every policy of ours.
 
-    For the author of a library, as a decorator or a call. Layers of subclasses stay in
-    float32 too.
+    For authors of libraries; works as a decorator or a call. Layers of subclasses stay
+    in float32 too.
 
     Args:
         layer_class: a subclass of `keras.layers.Layer`.
@@ -278,5 +278,5 @@ def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
 
 
 def rules_with(users: tuple[Rule, ...], of_policy: tuple[Rule, ...]) -> RuleTable:
-    """All rules: the user's, then those of `keep_float32`, of one policy, of all."""
+    """All rules: from the user, `keep_float32`, one policy, and all policies."""
     return RuleTable((*users, *_kept.values(), *of_policy, *RULES))

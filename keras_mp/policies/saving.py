@@ -1,8 +1,8 @@
 """What a file holds: stock Keras policies, so that Keras opens it without keras_mp.
 
-A Functional model stores each layer with its policy. A class built on it that has a
-`get_config` of its own, as all of KerasHub's have, stores one policy and creates its
-layers from it. Such a model stores a map from layer paths to policies.
+A Functional model stores each layer with its policy. A subclass with a `get_config` of
+its own, such as every KerasHub model, stores one policy and creates its layers from
+it. For such a model we store a map from layer paths to policies.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def with_decisions(layer: Any, pickled: tuple) -> tuple:
-    """What Keras pickles, or copies, of a layer, with what was decided for its layers.
+    """Adds the decisions about a layer's parts to what Keras pickles or copies.
 
     Keras goes by a file, which does not say whether we or the user chose a policy.
     """

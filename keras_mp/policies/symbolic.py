@@ -1,7 +1,7 @@
 """The dtypes of a Functional graph's symbolic tensors.
 
 Keras computes them once, when the layers are first called. `model.output.dtype` is
-one of them, and what a graph casts its inputs to.
+one of them, and a graph casts its inputs to them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from keras_mp.policies.layers import called_with, children_of, is_graph
 
 
 def refresh(model: Any, changed: list[Any] | None = None) -> None:
-    """Makes the dtypes of all symbolic tensors of a model true again.
+    """Corrects the dtypes of all symbolic tensors of a model.
 
     The layers that changed, and those whose inputs have another dtype now, are called
     once more, on symbolic tensors.
@@ -24,7 +24,7 @@ def refresh(model: Any, changed: list[Any] | None = None) -> None:
         changed: the layers that compute in another precision than before; None for all.
 
     Raises:
-        SymbolicCallError: where such a call fails.
+        SymbolicCallError: if such a call fails.
     """
     stale = None if changed is None else {id(layer) for layer in changed}
     done: set[int] = set()
@@ -56,17 +56,17 @@ def call_like(node: Any, operation: Any) -> None:
 
 
 def forget_traces(model: Any) -> None:
-    """Lets a model trace anew what it has traced: traces keep the dtypes they had."""
+    """Drops the traces of a model, because they keep the dtypes that they had."""
     for name in ("train_function", "test_function", "predict_function"):
         if getattr(model, name, None) is not None:
             getattr(model, f"make_{name}")(force=True)
 
 
 def nodes_of(layer: Any) -> Iterator[Any]:
-    """The calls that the graphs in a layer consist of, from inputs to outputs.
+    """The calls that make up the graphs in a layer, from inputs to outputs.
 
-    Those of a nested graph come once for each call of it. What other layers hold is
-    called in no graph.
+    Those of a nested graph come once for each call of it. Layers inside other layers
+    are not called in a graph.
     """
     if not is_graph(layer):
         for child in children_of(layer):
@@ -96,7 +96,7 @@ class SymbolicCallError(Exception):
     """
 
     def __init__(self, operation: Any, error: Exception) -> None:
-        # Keras puts what it knows round the words of an error, and these in bold.
+        # Keras surrounds the words of an error with its own and prints them in bold.
         words = str(error).rsplit("\x1b[1m", 1)[-1].split("\x1b[0m", 1)[0]
         super().__init__(f"{type(error).__name__}: {words}")
         self.layer = operation
@@ -136,7 +136,7 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
                 if tensor.dtype != copy.dtype:
                     moved.add(id(tensor))
                     private.set_symbolic_dtype(tensor, copy.dtype)
-                # The layer that made it would remember who takes it.
+                # A copy, or the layer that made the tensor would remember its readers.
                 copies[id(tensor)] = _copy(copy)
 
 

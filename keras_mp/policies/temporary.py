@@ -1,4 +1,4 @@
-"""The layers of a model under other policies for a while."""
+"""Puts the layers of a model under other policies for a while."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,9 +27,9 @@ def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
             if policy is not None and layer.quantization_mode is None:
                 # The public setter would write into a map that other layers share.
                 private.set_policy(layer, policy)
-                # Its next call is not taken for the first under this policy.
+                # So its next call does not count as the first under this policy.
                 record_of(layer).chosen = policy
-        # Under no policy of Keras' does a layer read bfloat16 weights in float32.
+        # No Keras policy makes a layer read bfloat16 weights in float32.
         scope = contextlib.nullcontext()
         if has_bfloat16(model.weights):
             scope = private.AutocastScope("float32")

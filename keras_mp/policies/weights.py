@@ -1,7 +1,7 @@
-"""The dtype of weights that are there before their layer's policy is decided.
+"""The dtype of weights that exist before their layer's policy is decided.
 
-Under `BFloat16` alone: all other policies of ours keep weights in float32. A layer that
-its caller has built, an output layer above all, was built for bfloat16.
+Only `BFloat16` needs this: all our other policies keep weights in float32. A layer that
+its caller has built, above all an output layer, was built for bfloat16.
 """
 
 import math
@@ -14,14 +14,14 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16
 
-# Elements of the kernel of a large head. With 2**18 a step gains 0 to 2 % on an H100,
+# Elements in the kernel of a large head. With 2**18 a step gains 0 to 2 % on an H100,
 # with 2**20 2 to 8 %, with 2**24 16 %: four Dense of one width, batches of 512 and
 # 4096, compiled and read as flops and bytes.
 LARGE = 2**18
 
 
 def has_large(layer: Any) -> bool:
-    """Has the layer a large kernel, by which it multiplies once in a call?"""
+    """Does the layer multiply by a large kernel, once in a call?"""
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
     return not recurrent and any(
         _is_large(weight)
@@ -35,7 +35,7 @@ def has_bfloat16(weights: Iterable[Any]) -> bool:
 
 
 def bring_to(dtype: str, layer: Any, large: str) -> None:
-    """Gives a layer's own weights a dtype, and its large ones perhaps another.
+    """Casts a layer's own weights to one dtype, and its large ones perhaps to another.
 
     Args:
         dtype: "float32" or "bfloat16". Weights of any third dtype stay.
@@ -49,5 +49,5 @@ def bring_to(dtype: str, layer: Any, large: str) -> None:
 
 
 def _is_large(weight: Any) -> bool:
-    # A bias may be as long, where there are many classes: it is not multiplied by.
+    # With many classes a bias may be as long, but nothing is multiplied by it.
     return len(weight.shape) > 1 and math.prod(weight.shape) >= LARGE

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras_mp.keras_private as private
 
-# By the optimizer within. Weak on both ends.
+# Inner optimizer -> its wrapper. Both references are weak.
 _holders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -22,9 +22,9 @@ def wrapper_of(optimizer: Any, kind: type) -> Any:
 
 
 def wrapped(optimizer: Any, kind: type) -> Any:
-    """The optimizer in a wrapper of a kind, and in the same one as before.
+    """The optimizer in a wrapper of a kind, the same wrapper as before if there is one.
 
-    Compiled with the same optimizer again, a model keeps what the wrapper knows.
+    A model that is compiled again with the same optimizer keeps the wrapper's state.
     """
     wrapper = wrapper_of(optimizer, kind) or kind(optimizer)
     if optimizer.built and not wrapper.built:

@@ -1,4 +1,4 @@
-"""Names an optimizer that updates bfloat16 weights, and what of it is lost."""
+"""Warns of an optimizer that loses part of its updates to bfloat16 weights."""
 
 import weakref
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _seen: weakref.WeakSet = weakref.WeakSet()
 def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
     """Warns once of an optimizer that is about to update bfloat16 weights.
 
-    Within a `StochasticRoundingOptimizer` they say that they are float32.
+    Inside a `StochasticRoundingOptimizer` these weights report float32.
 
     Args:
         optimizer: a Keras optimizer.

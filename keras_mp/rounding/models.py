@@ -16,7 +16,7 @@ from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 def rounds_weights(model: Any) -> bool:
     """Has a policy of ours made a trainable weight of the model bfloat16?
 
-    Of a layer that is not built: will it? Under a policy of Keras' own nobody asked.
+    For a layer that is not built: will it? Keras' own policies do not ask for this.
     """
     return any(
         _has_bfloat16_weights(layer)
@@ -31,14 +31,14 @@ def _has_bfloat16_weights(layer: Any) -> bool:
         return False
     if not layer.built:
         return bool(layer.variable_dtype == BFLOAT16)
-    # Those of the parts of an attention layer are under a stock policy.
+    # The parts of an attention layer are under a stock policy.
     return has_bfloat16(layer.trainable_variables)
 
 
 def rounded(optimizer: Any) -> Any:
     """The optimizer in a wrapper that rounds; one that scales the loss stays outside.
 
-    What is no optimizer, or rounds by now, stays as it is.
+    Anything that is no optimizer, or rounds already, stays as it is.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer

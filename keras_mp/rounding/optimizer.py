@@ -23,10 +23,10 @@ _BUILDING = threading.RLock()
 class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
     """Trains bfloat16 weights as well as float32 ones, in half the memory.
 
-    In bfloat16 Adam's own numbers are lost, 0.999 is 1 there, and updates below half of
-    a weight's last bit are never made. Here the inner optimizer computes in float32,
-    and each weight and slot that it writes is rounded to one of its two neighbours in
-    bfloat16 by chance, so that the mean is what it was. No float32 copy is kept.
+    bfloat16 cannot hold Adam's own numbers (it rounds 0.999 to 1), and updates below
+    half of a weight's last bit are lost. Here the inner optimizer computes in float32,
+    and each weight and slot that it writes is rounded at random to one of its two
+    neighbours in bfloat16, which keeps the mean. No float32 copy is kept.
 
     ```python
     keras.config.set_dtype_policy("bfloat16")
@@ -36,14 +36,14 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: a Keras optimizer, its name ("adam") or its config.
-        slot_dtype: "bfloat16" keeps the slots of float32 weights in bfloat16 too, as
-            large as half of the weights each; None, in the dtype of their weight.
-        seed: integer from 0 to 2**31 - 1, of the random bits. Left out, one is drawn,
-            which `keras.utils.set_random_seed` decides.
+        slot_dtype: "bfloat16" keeps the slots of float32 weights in bfloat16 too, each
+            half as large as the weights; None keeps them in the dtype of their weight.
+        seed: integer from 0 to 2**31 - 1 for the random bits. If left out, one is drawn
+            that depends on `keras.utils.set_random_seed`.
         name: name of the optimizer.
 
     Raises:
-        ValueError: for an argument outside its range, and where `tf.distribute` has
+        ValueError: for an argument outside its range, and if `tf.distribute` has
             several replicas.
 
     Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision".
@@ -63,7 +63,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
                 f"slot_dtype={slot_dtype!r}."
             )
         if seed is None:
-            seed = random.randrange(2**31)  # As Keras draws its own.
+            seed = random.randrange(2**31)  # Keras draws its seeds like this.
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
             raise ValueError(
                 "`seed` must be a whole number from 0 to 2**31 - 1. Received: "
@@ -100,7 +100,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The seed, and those of the inner optimizer."""
+        """The seed, and the variables of the inner optimizer."""
         return [self._seed, *self.inner_optimizer.variables]
 
     def apply(
@@ -110,8 +110,8 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
         Args:
             grads: gradients, one for each variable, None where there is none.
-            trainable_variables: the variables; those the optimizer was built with if
-                left out.
+            trainable_variables: the variables; by default those that the optimizer was
+                built with.
         """
         grads = list(grads)
         if not self.built:
@@ -129,7 +129,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
         step = private.applied_steps(inner).value
         rounded = engine.stochastic_rounding(self._seed.value, step)
         if engine.is_tracing() or _reads_all(inner):
-            # Eagerly all at once would take four bytes a weight.
+            # Casting them all at once would take four bytes per weight.
             grads = [None if g is None else _in_float32(g) for g in grads]
         written = [*variables, *inner.variables]
         with engine.plain_updates(parts_of(inner)), RoundingScope(written, rounded):
@@ -137,7 +137,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """That of the inner optimizer."""
+        """The learning rate of the inner optimizer."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -146,12 +146,12 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> Any:
-        """That of the inner optimizer."""
+        """The iterations of the inner optimizer."""
         return self.inner_optimizer.iterations
 
     @property
     def loss_scale_factor(self) -> float | None:
-        """That of the inner optimizer, which divides by it."""
+        """The factor of the inner optimizer, which divides by it."""
         return self.inner_optimizer.loss_scale_factor
 
     @loss_scale_factor.setter
@@ -161,7 +161,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those within a `MultiOptimizer`; an AttributeError within any other."""
+        """The optimizers of an inner `MultiOptimizer`; else an AttributeError."""
         return self.inner_optimizer.optimizers
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
@@ -220,9 +220,9 @@ def _in_float32(grad: Any) -> Any:
 
 @contextlib.contextmanager
 def _slots_in(slot_dtype: str | None, variables: Sequence[Any]) -> Iterator[None]:
-    """Lets slots have the dtype of their weight, or `slot_dtype`, and no other number.
+    """Gives slots, and no other numbers, their weight's dtype or `slot_dtype`.
 
-    Keras creates scalars, too, in the dtype of a weight: products over all steps, which
+    Keras also creates scalars in the dtype of a weight: products over all steps, which
     bfloat16 cannot hold.
     """
     half = {id(v) for v in variables if v.dtype == BFLOAT16}

@@ -13,11 +13,11 @@ from keras_mp.backends.interface import BFLOAT16
 class RoundingScope(keras.StatelessScope):
     """Reads bfloat16 variables in float32, and rounds what is written to them.
 
-    Each write is stored at once: what is read next was rounded, and no float32 copy
-    stays. Within another scope it goes there, else into the variable.
+    Each write is stored at once: the next read gets the rounded value, and no float32
+    copy stays. Inside another scope the value goes there, else into the variable.
 
     Args:
-        variables: those that may be written; others than bfloat16 stay as they are.
+        variables: those that may be written; only bfloat16 ones are rounded.
         rounded: float32 tensor -> bfloat16 tensor.
     """
 
@@ -37,7 +37,7 @@ class RoundingScope(keras.StatelessScope):
         super().__exit__(*args, **kwargs)
 
     def get_current_value(self, variable: Any) -> Any:
-        """The value: float32 in place of bfloat16; None where Keras finds it itself."""
+        """The value, float32 instead of bfloat16; None if Keras finds it itself."""
         outer = self.original_scope
         value = None if outer is None else outer.get_current_value(variable)
         if id(variable) not in self._own:
