@@ -11,8 +11,8 @@ import keras_mp.keras_private as private
 from keras_mp.display.messages import warn
 from keras_mp.policies.policy import Policy
 
-# The last word of `set_global_policy`, or of Keras' setter after it. Keras keeps a
-# policy for each thread alone, and `clear_session` forgets it.
+# What `set_global_policy`, or Keras' setter after it, has set last. Keras keeps its
+# policy only for each thread, and `clear_session` forgets it.
 _of_process: keras.DTypePolicy | None = None
 _thread = threading.local()
 
@@ -47,7 +47,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         policy: "float32", "mixed_float16", "mixed_bfloat16", "bfloat16" (weights too,
             see `BFloat16`), "auto" (what `recommended_policy` picks, once the first
             layer asks), the name of a float dtype, or a `keras.DTypePolicy`. "float16"
-            is a warning, once.
+            warns once.
 
     Raises:
         ValueError: for a name that is no policy. The policy in force stays.
@@ -80,16 +80,16 @@ def _policy(policy: Any) -> keras.DTypePolicy:
 
 
 def restore_global_policy() -> None:
-    """Sets the policy of the process in a thread that has none, or none any more."""
+    """Sets the policy of the process in a thread that has none, or has lost it."""
     if _of_process is not None and private.policy_of_thread() is None:
         private.set_policy_of_thread(_of_process)
 
 
 def note_global_policy() -> None:
-    """Takes what Keras' setter has just set for the policy of the process.
+    """Makes the policy that Keras' setter has just set the policy of the process.
 
-    Unless keras_mp has set none before: then everything is as in Keras. What is set
-    within a `policy_scope` ends with it.
+    If keras_mp has set none before, everything stays as in Keras. What is set within a
+    `policy_scope` ends with it.
     """
     global _of_process
     if _of_process is not None and not getattr(_thread, "in_scope", False):
@@ -103,9 +103,9 @@ def global_policy() -> keras.DTypePolicy:
 
 @contextlib.contextmanager
 def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]:
-    """Sets the global policy within a `with` block, and the one before after it.
+    """Sets the global policy within a `with` block, and restores the old one after it.
 
-    In this thread alone, as Keras does.
+    Only in this thread, as Keras does.
 
     Args:
         policy: as in `set_global_policy`.

@@ -1,4 +1,4 @@
-"""`convert`: a model that exists already, to another policy and back."""
+"""`convert`: changes the policy of a model that exists already, and back."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ def convert(
 ) -> keras.layers.Layer:
     """Changes the precision policy of a model in place, built or not, compiled or not.
 
-    Every layer gets what the policy chooses for it, whatever it had before; what is
-    quantized or does not compute in floats stays as it is. Weights stay the very same
-    variables, in float32. A compiled model trains on: its optimizer keeps its state,
-    loss scaling comes or goes with the layers that compute in float16. A pattern of
-    `float32=` that matches no layer is a warning.
+    Every layer gets what the policy chooses for it, whatever it had before; layers that
+    are quantized or do not compute in floats stay as they are. Weights stay the very
+    same variables, in float32. A compiled model trains on: its optimizer keeps its
+    state, and loss scaling comes or goes with the layers that compute in float16. A
+    pattern of `float32=` that matches no layer gives a warning.
 
     Args:
         model: a `keras.Model`, or any layer.
@@ -121,7 +121,7 @@ def _can_be_called(layer: Any) -> bool:
 
 
 def _policy_at(policy: Any, layer: Any) -> Any:
-    """The policy for a layer: of a map, what stands at its path."""
+    """The policy for a layer; in a map, the entry for its path."""
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         return policy[layer_path(layer)]
     return policy
@@ -143,7 +143,7 @@ def _refuse_other_variables(layer: Any, policy: Any) -> None:
 
 def _choose(model: Any, layers: list[Any], policy: Any) -> None:
     for layer in layers:
-        private.set_policy(layer, policy_of(layer))  # Out of a map that others share.
+        private.set_policy(layer, policy_of(layer))  # Replaces a map that others share.
         layer.dtype_policy = _policy_at(policy, layer)
         record_of(layer).decision = None
     # Parents come before their children, which follow what the parents decide. A layer

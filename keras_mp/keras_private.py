@@ -1,7 +1,7 @@
 """Every private name of Keras that keras_mp uses, each with the reason.
 
-Nothing else in the package touches one. Where a public way exists, it is taken: what
-stands here has none. `tests/test_keras_private.py` holds each of them against Keras.
+No other file of the package touches one. If there is a public way, we take it: these
+names have none. `tests/test_keras_private.py` checks each of them against Keras.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from typing import Any
 import keras
 from keras import layers, ops
 
-# `make test-versions` has run the tests on it. A newer Keras is welcome as long as it
-# has the names below.
+# The newest that `make test-versions` has tested. A newer Keras is welcome as long as
+# it has the names below.
 NEWEST_KERAS = "3.15"
 
 
@@ -45,7 +45,7 @@ backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
 backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
 # Recurrent layers look these up here.
 backend = _find("keras.src:backend")
-# Every draw of a layer passes here.
+# Every random draw of a layer passes here.
 backend_random = _find("keras.src.backend:random")
 # A cast of ours must keep the mask that Keras attaches to a tensor.
 get_keras_mask = _find("keras.src.backend.common.masking:get_keras_mask")
@@ -62,7 +62,7 @@ current_path = _find("keras.src.backend.common.name_scope:current_path")
 Functional = _find("keras.src.models.functional:Functional")
 # An optimizer that is set as an attribute must not be tracked, as in Keras' `compile`.
 untracked = _find("keras.src.utils.tracking:no_automatic_dependency_tracking")
-# `dtype_policy` is looked up here by all of Keras.
+# All of Keras looks `dtype_policy` up here.
 policy_module = _find("keras.src.dtype_policies:dtype_policy")
 _global_state = _find("keras.src.backend.common:global_state")
 _NAMES = "object_name_uids"
@@ -79,7 +79,7 @@ def names_given() -> dict[str, int]:
 
 
 def set_names_given(names: dict[str, int]) -> None:
-    """Lets Keras name from there: two builds of a model then have the same names."""
+    """Makes Keras count on from there: two builds of a model then have equal names."""
     _global_state.set_global_attribute(_NAMES, defaultdict(int, names))
 
 
@@ -102,7 +102,7 @@ def is_keras_own(kind: type) -> bool:
 
 
 def backend_of(kind: type) -> str | None:
-    """The backend whose optimizers a class of Keras is one of; None for the others'."""
+    """The backend that a class of Keras is made for; None if it is made for all."""
     package, _, rest = kind.__module__.partition("keras.src.backend.")
     return rest.split(".")[0] if rest and not package else None
 
@@ -133,7 +133,7 @@ def is_in_a_call() -> bool:
 
 
 def layer_in_call() -> Any:
-    """The innermost layer that this thread is calling, or building; None if it is none.
+    """The innermost layer that this thread is calling or building; None if none is.
 
     Keras keeps it with the name that it gives to what the layer creates.
     """
@@ -157,7 +157,7 @@ def cast_output(x: Any) -> Any:
     return cast
 
 
-# The attribute behind `Layer.dtype_policy`, for a look without a call.
+# The attribute behind `Layer.dtype_policy`, to read it without a call.
 DTYPE_POLICY = "_dtype_policy"
 # Does Keras cast the inputs of a call? It is an attribute without a setter.
 CONVERT_INPUTS = "_convert_input_args"
@@ -190,7 +190,7 @@ def build_again(layer: Any) -> None:
 
 
 def set_policy(layer: Any, policy: Any) -> None:
-    """Sets a layer's policy; the public setter keeps a map where the layer has one."""
+    """Sets a layer's policy; the public setter keeps a map if the layer has one."""
     vars(layer)[DTYPE_POLICY] = policy
 
 
@@ -202,7 +202,7 @@ def set_path(layer: Any, path: str) -> None:
 def default_in_map(policies: Any) -> Any:
     """The default that a `DTypePolicyMap` was given; None for the global policy.
 
-    The public `default_policy` has the global policy of now in place of None.
+    The public `default_policy` returns the current global policy instead of None.
     """
     return policies._default_policy_arg
 
@@ -254,7 +254,7 @@ def set_dtype(variable: Any, dtype: str, value: Any = None) -> None:
 
 @contextlib.contextmanager
 def as_dtype(variables: Iterable[Any], dtype: str) -> Iterator[None]:
-    """Lets variables say meanwhile that they are of another dtype.
+    """Makes variables report another dtype for a while.
 
     An optimizer computes, and creates slots, in the dtype that a variable names.
     """
@@ -268,7 +268,7 @@ def as_dtype(variables: Iterable[Any], dtype: str) -> Iterator[None]:
             variable._dtype = before
 
 
-# The one method by which all writes to a variable go.
+# All writes to a variable go through this method.
 WRITE = "_direct_assign"
 
 
@@ -356,11 +356,11 @@ def applied_steps(optimizer: Any) -> Any:
 
 
 def share_steps(wrapper: Any, optimizer: Any) -> None:
-    """Lets a wrapper round an optimizer have that one's count of updates."""
+    """Makes a wrapper share the count of updates of the optimizer inside it."""
     vars(wrapper)["_iterations"] = optimizer._iterations
 
 
-# Where backends' optimizers write past `assign`.
+# The methods in which backends' optimizers write without `assign`.
 _PAST_ASSIGN = (
     "assign",
     "assign_add",
@@ -374,9 +374,9 @@ _PAST_ASSIGN = (
 
 
 def plain_methods(optimizer: Any) -> dict[str, Callable]:
-    """The methods of an optimizer that write by `assign`, in place of its backend's.
+    """The methods of an optimizer that write by `assign`, to replace its backend's.
 
-    They are those of the classes behind the backend's own.
+    They come from the classes that the backend's own class derives from.
     """
     methods: dict[str, Callable] = {}
     on_tensorflow = "tensorflow" in map(backend_of, type(optimizer).__mro__)
@@ -387,14 +387,14 @@ def plain_methods(optimizer: Any) -> dict[str, Callable]:
             methods[name] = functools.partial(vars(plain)[name], optimizer)
         elif name == "_backend_update_step" and on_tensorflow and len(owners) > 1:
             methods.update(_with_its_variables(optimizer))
-    if on_tensorflow:  # Which finds the place of a variable by its value's id.
+    if on_tensorflow:  # It finds the place of a variable by its value's id.
         key = optimizer._var_key
         methods["_var_key"] = lambda v: key(getattr(v, "_value", v))
     return methods
 
 
 def _with_its_variables(optimizer: Any) -> dict[str, Callable]:
-    """Nadam's update, which calls that of TensorFlow: this takes values alone."""
+    """Nadam's update calls TensorFlow's, which gets values: this passes variables."""
     original = optimizer._backend_update_step
     given: list[Any] = []
 
@@ -447,7 +447,7 @@ UPDATE_STEP = "_parallel_update_step"
 def adam_slots(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
     """Adam's first and second moments of these variables, and the largest of those.
 
-    The last are there with amsgrad alone.
+    The last exist only with amsgrad.
     """
     kinds = [optimizer._momentums, optimizer._velocities]
     kinds.append(optimizer._velocity_hats if optimizer.amsgrad else [])

@@ -1,11 +1,11 @@
 """The seams: the methods of Keras that keras_mp wraps.
 
-Each wrapper stands on the class that defines the method, and holds no logic of its own:
+Each wrapper is set on the class that defines the method, and has no logic of its own:
 
     Layer.__init__               rules about classes choose the layer's policy
     Layer.__call__               the first call chooses it by all other rules; the
                                  outermost call of a model returns float32
-    Layer.stateless_call         and so does this
+    Layer.stateless_call         returns float32, too
     Layer.get_config             files hold stock policies; so does the `get_config` of
                                  a model's own class
     Layer.__reduce__             copies keep what was decided for each layer
@@ -13,18 +13,18 @@ Each wrapper stands on the class that defines the method, and holds no logic of 
     Sequential.build             the input is float32
     Trainer.compile              wraps the optimizer, keeps the outputs in float32
     Trainer.get_compile_config   files say which float32 layers are heads
-    Trainer.compile_from_config  and it is read there
+    Trainer.compile_from_config  reads that from the file
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
     Model.export                 files for LiteRT compute in float32
     Model.save, save_weights     one process writes the file of a sharded model
-    Optimizer.apply              names an optimizer that float16 layers need scaled, or
-                                 that bfloat16 weights make nothing of
+    Optimizer.apply              warns if float16 layers lack loss scaling, or if
+                                 bfloat16 weights lose the updates
     Optimizer.add_variable_from_reference  slots are sharded as their weight is
     Orthogonal.__call__          computes in float32 what half precision cannot
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
-    keras.config.set_dtype_policy  has the last word about it
+    keras.config.set_dtype_policy  changes it
 
 and what the backend's `repairs` name:
 
@@ -86,9 +86,9 @@ from keras_mp.sharding import warn_of_torchs_own
 
 
 def install() -> None:
-    """Puts the wrappers of keras_mp round methods of Keras, as importing it does.
+    """Wraps methods of Keras, as importing keras_mp does.
 
-    It does nothing where they are already.
+    It does nothing if they are wrapped already.
     """
     for name, owner, seam in _seams():
         if not hasattr(vars(owner)[name], "_keras_mp_original"):
@@ -99,11 +99,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the wrappers of keras_mp out of Keras; does nothing where there are none.
+    """Removes the wrappers of keras_mp from Keras; does nothing if there are none.
 
-    What was made before stays: a layer has the dtype policy that was chosen for it, and
-    a `LossScaleOptimizer` scales, but in `fit` a skipped step moves statistics, metrics
-    and logs. Layers that are created afterwards are Keras' own.
+    What was made before stays: a layer keeps the dtype policy that was chosen for it,
+    and a `LossScaleOptimizer` scales, but in `fit` a skipped step changes statistics,
+    metrics and logs. Layers that are created afterwards are Keras' own.
 
     Example:
 
@@ -123,7 +123,7 @@ def uninstall() -> None:
         owner.get_config = get_config
 
 
-# The classes of models with a `get_config` of their own that were seen, and this.
+# The models' classes seen so far with a `get_config` of their own -> that `get_config`.
 _own_get_configs: dict[Any, Callable] = {}
 
 
@@ -149,8 +149,8 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
         ("__call__", keras.initializers.Orthogonal, _orthogonal),
     ]
-    # `keras.ops` looks an operation up in one of the modules, and `tanh`, which is in
-    # two, in that of NumPy's names.
+    # `keras.ops` looks an operation up in one of the modules; for `tanh`, which is in
+    # two, that is the module of NumPy's names.
     modules = private.backend, private.backend_numpy, private.backend_nn
     backend = *modules, *keras.Variable.__mro__
     repairs = engine.repairs().items()
@@ -208,7 +208,7 @@ def _set_dtype_policy(original: Callable) -> Callable:
 def _layer_init(original: Callable) -> Callable:
     # Without *args, which Keras would look for in the configs of subclasses.
     def __init__(self: Any, **kwargs: Any) -> None:
-        # Of these Keras warns, and counts frames to the line that it names.
+        # Keras warns of these, and counts frames to the line that it names.
         warns = "input_shape" in kwargs or "input_dim" in kwargs
         with warnings_at_the_user() if warns else contextlib.nullcontext():
             original(self, **kwargs)
@@ -223,7 +223,7 @@ def _wrap_own_get_config(layer_class: type) -> None:
     if owner is not None and owner not in _own_get_configs:
         _own_get_configs[owner] = vars(owner)["get_config"]
         wrapper = saving.storing_a_map(_own_get_configs[owner])
-        setattr(owner, "get_config", wrapper)  # noqa: B010 (types know it not)
+        setattr(owner, "get_config", wrapper)  # noqa: B010 (for the type check)
 
 
 def _layer_call(original: Callable) -> Callable:
@@ -232,7 +232,7 @@ def _layer_call(original: Callable) -> Callable:
         # user sets another policy.
         record, policy = records.get(id(self)), self.__dict__.get(private.DTYPE_POLICY)
         chosen = record and record.chosen
-        if policy is None:  # Its `__init__` has not called Keras', which says so.
+        if policy is None:  # Its `__init__` did not call Keras': Keras says so.
             return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
         is_model = isinstance(self, keras.Model)
@@ -314,7 +314,7 @@ def _layer_get_config(original: Callable) -> Callable:
 
 
 def _reduce(original: Callable) -> Callable:
-    # Defined where Keras' optimizers and metrics have it from, too.
+    # Keras' optimizers and metrics inherit it from the same class.
     def __reduce__(self: Any) -> Any:
         pickled = original(self)
         is_layer = isinstance(self, keras.layers.Layer)
@@ -348,14 +348,14 @@ def _compile(original: Callable) -> Callable:
         try:
             call = signature.bind(self, *args, **kwargs)
         except TypeError:
-            return original(self, *args, **kwargs)  # Keras' own words for it.
+            return original(self, *args, **kwargs)  # Keras raises its own error.
         call.apply_defaults()
         automatic = call.arguments["auto_scale_loss"]
         # Keras decides by the policy's name whether to wrap; we by the layers.
         call.arguments["auto_scale_loss"] = False
         result = original(*call.args, **call.kwargs)
         if not automatic:
-            # Keras forgets it, and would wrap the optimizer of the reopened model.
+            # Keras forgets it and would wrap the optimizer of the reopened model.
             private.compile_config(self)["auto_scale_loss"] = False
         outputs.note_compiled(self)
         wrap_optimizers(self)
@@ -451,10 +451,10 @@ def _get_metrics_result(original: Callable) -> Callable:
 
 
 def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
-    """What metrics say, unless only skipped steps went by since they were reset.
+    """The results of the metrics; none if all steps since their reset were skipped.
 
-    They say 0 then, the best loss that a ModelCheckpoint ever sees. Without results
-    Keras takes the logs of the last step, which are its own.
+    They would be 0, the best loss that a ModelCheckpoint ever sees. Without results
+    Keras takes the logs of the last step, which are about that step.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     only_skips = (
@@ -521,17 +521,17 @@ def _orthogonal(original: Callable) -> Callable:
     def __call__(self: Any, shape: Any, dtype: Any = None) -> Any:
         if dtype is None or keras.backend.standardize_dtype(dtype) not in HALF:
             return original(self, shape, dtype)
-        # Recurrent layers begin so, and no backend decomposes matrices in half.
+        # Recurrent layers start like this, and no backend decomposes matrices in half.
         return ops.cast(original(self, shape, "float32"), dtype)
 
     return __call__
 
 
 def _watch_skips(model: Any) -> None:
-    """Lets `fit` warn of a run that only skips, stop it, or take a step again.
+    """Makes `fit` warn of a run that only skips, stop it, or repeat a step.
 
-    Looks once in a number of steps, so that no step waits for the device, and before a
-    step: after one, JAX has given the state away that `fit` goes back to.
+    Looks only every few steps, because a look waits for the device, and before a step:
+    after one, JAX has donated the state that `fit` goes back to.
     """
     train_function = model.train_function
     retaking_it = functools.partial(retaking.call, model, train_function)
@@ -558,10 +558,10 @@ def _watch_skips(model: Any) -> None:
 
 @contextlib.contextmanager
 def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -> Any:
-    """Lets `make(operation, call, args, kwargs)` make the calls of layers meanwhile.
+    """Calls layers by `make(operation, call, args, kwargs)` for a while.
 
-    And those of the operations of a graph. `Operation.__call__` is what a layer's own
-    call ends in, after the casts of its inputs.
+    The operations of a graph as well. A layer's own call ends in `Operation.__call__`,
+    after the casts of its inputs.
     """
     original = vars(keras.Operation)["__call__"]
 

@@ -40,6 +40,6 @@ def _start(command: str, backend: str | None = None, **options: Any) -> None:
     if command == "compare":
         # Imported before Keras: it may choose the backend in its first lines.
         options.update(module=import_script(options["script"]), backend=backend)
-    importlib.import_module("keras_mp")  # Before Keras: it says what is missing.
+    importlib.import_module("keras_mp")  # Before Keras, as it says what is missing.
     module = importlib.import_module(f"keras_mp_cli.{command}")
     getattr(module, command)(**options)

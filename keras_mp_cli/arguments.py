@@ -145,7 +145,7 @@ def _run(commands: Any) -> None:
         help="the script's own arguments, if it takes any: everything after SCRIPT, "
         "options too",
     )
-    args.required = False  # argparse's error calls them so, and takes none.
+    args.required = False  # Or argparse's error would name them as required.
 
 
 def _command(

@@ -23,7 +23,7 @@ def choose_backend(asked: str | None, preferred: str | None = None) -> str:
 
     If nobody asked, that is the preferred one if it is installed, else the one in
     Keras' own configuration file, else the first of jax, tensorflow and torch that is.
-    Where none is, it is jax.
+    If none is, it is jax.
     """
     asked = asked or os.environ.get("KERAS_BACKEND")
     if asked:
@@ -40,7 +40,7 @@ def choose_backend(asked: str | None, preferred: str | None = None) -> str:
 
 
 def fall_back() -> None:
-    """Sets KERAS_BACKEND if nobody has, and what Keras would take is not installed."""
+    """Sets KERAS_BACKEND if nobody has and Keras' choice is not installed."""
     if os.environ.get("KERAS_BACKEND"):
         return
     taken = configured_backend() or "tensorflow"  # Keras' own default.
@@ -61,7 +61,7 @@ def backend_of_breakpoint(folder: str) -> str | None:
 
 
 def _backend_in(path: str) -> str | None:
-    # Keras, too, goes on without a file that is missing or damaged.
+    # Keras also goes on without a file that is missing or damaged.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         with open(path, encoding="utf-8") as file:
             return json.load(file).get("backend")

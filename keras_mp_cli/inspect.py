@@ -13,7 +13,7 @@ def inspect(model: str) -> None:
     try:
         opened = load_model(model)
     except Exception as with_optimizer:
-        # A loss or an optimizer of the user's own is no reason to show nothing.
+        # The model can be shown even if its loss or optimizer is the user's own.
         try:
             opened = load_model(model, compile=False)
         except Exception:

@@ -14,7 +14,7 @@ def fail(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def missing_package_is_one_line() -> Iterator[None]:
-    """Ends the command where keras_mp says that a package is not installed."""
+    """Ends the command if keras_mp says that a package is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -26,7 +26,7 @@ def missing_package_is_one_line() -> Iterator[None]:
 def is_missing_package(error: BaseException) -> bool:
     """Whether this is keras_mp's MissingPackageError, whose message is one sentence.
 
-    By its name: the class cannot be imported where Keras, or its backend, is missing.
+    Goes by name: the class cannot be imported if Keras, or its backend, is missing.
     """
     return type(error).__name__ == "MissingPackageError"
 

@@ -50,10 +50,10 @@ _TRAINING = [
 
 @contextlib.contextmanager
 def _training_raises() -> Iterator[None]:
-    """Lets every training raise TrainingBegins meanwhile."""
+    """Makes every training raise TrainingBegins for a while."""
     with contextlib.ExitStack() as undo:
         for owner, name in _TRAINING:
-            # The class that defines it, so that calls by `super()` are met as well.
+            # The class that defines it, so that calls by `super()` are caught as well.
             definer: Any = next(c for c in owner.__mro__ if name in vars(c))
             undo.callback(setattr, definer, name, vars(definer)[name])
             setattr(definer, name, _raise)

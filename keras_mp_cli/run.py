@@ -105,7 +105,7 @@ class _LoaderThatReports:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         if module.__name__ == "keras":
-            # Not sooner: a script's `os.environ.setdefault("KERAS_BACKEND", ...)`.
+            # Not sooner: a script may `os.environ.setdefault("KERAS_BACKEND", ...)`.
             fall_back()
         try:
             self._loader.exec_module(module)
@@ -184,7 +184,7 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
 
 
 def _what_is_missing(hook: PolicyOnKerasImport) -> str:
-    """What keras_mp says of the package that Keras did not find, if it was that."""
+    """What keras_mp says about the package that Keras did not find, if any."""
     try:
         if hook.lacks_a_package:
             sys.meta_path.remove(hook)

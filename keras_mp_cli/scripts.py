@@ -13,9 +13,9 @@ from keras_mp_cli.tracebacks import file_of, traces
 def import_script(
     script: str, ends: tuple[type[BaseException], ...] = ()
 ) -> types.ModuleType:
-    """The script as a module, which finds those beside it; without its main part.
+    """Imports the script without its main part; it finds the modules beside it.
 
-    An exception of `ends` ends the script: the module has what it defined until then,
+    An exception in `ends` ends the script: the module has what it defined until then,
     and a line on stderr says where that was.
     """
     path = os.path.join(os.getcwd(), script)
@@ -27,7 +27,7 @@ def import_script(
     loader = importlib.machinery.SourceFileLoader(name, path)
     spec = importlib.util.spec_from_loader(name, loader)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    # Where pickle looks for what it defines.
+    # Pickle looks here for what it defines.
     sys.modules[name] = module
     try:
         loader.exec_module(module)

@@ -16,10 +16,10 @@ def traces(error: BaseException) -> list[types.TracebackType]:
 
 
 def remove_our_frames(error: BaseException) -> None:
-    """Removes this package's frames from a traceback, and from those behind it.
+    """Removes this package's frames from a traceback, and from those chained to it.
 
-    Python hides the frames of its import machinery, but not where a frame of this
-    package stands between them. So those next to such a frame go too.
+    Python hides the frames of its import machinery, but not if a frame of this package
+    is between them. So those next to such a frame go too.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -22,24 +22,24 @@ class LossScaleMonitor(keras.callbacks.Callback):
     They are among the results of the train step, where every logger reads them: the
     progress bar, History, CSVLogger, TensorBoard, trackers, in any order. No step waits
     for them. Warns once if the scale keeps falling. At a skip after many steps without
-    one, prints which variables' gradients were not finite. The logs of a model have
-    them in later calls of `fit`, too. An optimizer that does not scale adds nothing.
+    one, prints which variables' gradients were not finite. The model logs both in later
+    calls of `fit`, too. An optimizer that does not scale the loss adds nothing.
 
     Args:
-        quiet_steps: after how many steps without a skip a skip is printed.
-        underflow: whether to add `underflow`, the share of gradients that underflow: of
-            the scaled gradients by the variables of float16 layers, 0 left out, those
-            below the smallest normal number of float16, 2^-14, where bits are lost. It
-            reads every gradient once more.
+        quiet_steps: how many steps without a skip must pass before a skip is printed.
+        underflow: whether to add `underflow`, the share of gradients that underflow:
+            among the nonzero scaled gradients of float16 layers' variables, those below
+            float16's smallest normal number, 2^-14, which lose bits. This reads every
+            gradient once more.
 
     Raises:
-        ValueError: if `quiet_steps` is no whole number of at least 1.
-        TypeError: if `underflow` is no bool.
+        ValueError: if `quiet_steps` is not a whole number of at least 1.
+        TypeError: if `underflow` is not a bool.
     """
 
-    # On JAX Keras calls `on_train_batch_end` from several threads, beside the training.
+    # On JAX Keras calls `on_train_batch_end` from several threads, during the training.
     async_safe = True
-    _lock = threading.Lock()  # Of all monitors: a lock cannot be pickled or copied.
+    _lock = threading.Lock()  # Shared by all monitors: a lock cannot be copied.
 
     def __init__(self, quiet_steps: int = 100, underflow: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._warned = False
 
     def set_model(self, model: keras.Model) -> None:
-        """Puts the loss scale into the train step's results, which is made anew."""
+        """Adds the loss scale to the results of the train step, which is rebuilt."""
         super().set_model(model)
         wanted = UNDERFLOW if self.underflow else SCALE
         if monitored.get(model) not in (wanted, UNDERFLOW):
@@ -99,7 +99,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._report()
 
     def _report(self) -> None:
-        """Says what there is to say before the next step, in the thread of `fit`.
+        """Prints and warns before the next step, in the thread of `fit`.
 
         There the state can be read, and a warning can name the line that called `fit`.
         """
@@ -122,9 +122,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
         step, what = newest_step(scaling.nonfinite_counts, variables)
         lower = f"{before:.10g} -> {self._scale:.10g}. Normal now and then."
         fallen = self._scale < before
-        # Whether it was applied when it was taken again is known no more.
+        # By now nobody knows whether the step was applied when it was repeated.
         verb = "overflowed" if fallen and scaling.retakes else "skipped"
-        # The progress bar of `fit` stands in an open line.
+        # The progress bar of `fit` has not ended its line.
         bar = "\n" if self.params.get("verbose") == 1 else ""
         show_message(
             f"{bar}keras_mp: step {step} {verb} ({what}); loss scale "

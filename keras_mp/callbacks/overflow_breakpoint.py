@@ -22,22 +22,22 @@ class OverflowBreakpoint(keras.callbacks.Callback):
     """Saves the n-th skipped step in a row, with all that it takes to repeat it.
 
     That is its batch, the weights, the optimizer's state, the loss scale and the random
-    seeds as they were before the step, and what `keras_mp.diagnose` says of them.
-    `keras-mp replay FOLDER` repeats the step, here or on another machine. Saves once in
-    each call of `fit`, which goes on as it would without; `max_consecutive_skips` ends
-    a training. This is a tool for debugging: it waits for the device at each step. With
-    an optimizer that does not scale it does nothing.
+    seeds as they were before the step, and what `keras_mp.diagnose` says about them.
+    `keras-mp replay FOLDER` repeats the step, here or on another machine. It saves once
+    in each call of `fit`, which goes on as usual; `max_consecutive_skips` ends a
+    training. This is a tool for debugging: it waits for the device at each step. With
+    an optimizer that does not scale the loss it does nothing.
 
     Args:
-        folder: where to save. Created if it is missing. A breakpoint that stands there
-            stays: the next one goes to `folder`-2, then to `folder`-3.
-        skips: which skipped step in a row to save: 3 is the third of three that follow
-            each other. A step that is applied begins the count anew.
+        folder: where to save. Created if it is missing. An existing breakpoint is kept:
+            the next one goes to `folder`-2, then to `folder`-3.
+        skips: which skipped step in a row to save: 3 is the third of three in a row. An
+            applied step restarts the count.
 
     Raises:
-        TypeError: if `folder` is no path.
-        ValueError: if `folder` holds anything else; if `skips` is no whole number of at
-            least 1; and when `fit` begins on several replicas or processes, each of
+        TypeError: if `folder` is not a path.
+        ValueError: if `folder` holds anything else; if `skips` is not a whole number of
+            at least 1; and when `fit` begins on several replicas or processes, each of
             which has only a part of the batch.
 
     Example:
@@ -57,7 +57,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         self._trained: Any = None
 
     def set_model(self, model: keras.Model) -> None:
-        """Keeps the model: `self.model` on JAX brings the state back at each look."""
+        """Keeps the model: on JAX, each read of `self.model` restores the state."""
         super().set_model(model)
         self._trained = model
 

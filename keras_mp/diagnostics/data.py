@@ -14,10 +14,10 @@ _KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has only the last.
 class TrainingData:
     """Data that `fit` and `evaluate` can be given any number of times.
 
-    `given` is `(x, y)` or `(x, y, sample_weight)`, what else `fit` takes as one
-    argument, or a function that returns one of these. Raises a TypeError for anything
-    else, and for an iterator, which the first training uses up; a ValueError for
-    another tuple.
+    `given` is `(x, y)` or `(x, y, sample_weight)`, anything else that `fit` takes as
+    one argument, or a function that returns one of these. Raises a TypeError for
+    anything else, and for an iterator, which the first training uses up; a ValueError
+    for a tuple of another length.
     """
 
     def __init__(self, name: str, given: Any, batch_size: int) -> None:

@@ -19,7 +19,7 @@ from keras_mp.errors import missing_package, version_of
 from keras_mp.policies.hardware import Recommendation, recommended_policy
 
 DTYPES = ("float32", "float16", "bfloat16")
-SECONDS = 1.0  # For all products together, without their compilation.
+SECONDS = 1.0  # For all products together, without compiling them.
 SIDE, SIDE_ON_CPUS = 4096, 512
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
@@ -90,9 +90,9 @@ class Examination(NamedTuple):
 
 
 def examine(seconds: float = SECONDS) -> Examination:
-    """Looks at the backend and its devices, and times products for so many `seconds`.
+    """Looks at the backend and its devices, and times products for `seconds`.
 
-    It reports a broken driver, and does not raise because of it.
+    It reports a broken driver instead of raising.
     """
     recommended = recommended_policy()
     accelerators = [d for d in recommended.devices if d.kind != "cpu"]
@@ -147,7 +147,7 @@ def times_of_products(side: int, seconds: float) -> tuple[Product, ...]:
 def _timed_product(side: int, dtype: str) -> Callable[[], float]:
     random = np.random.default_rng(0)
     a, b = (ops.cast(random.standard_normal((side, side)), dtype) for _ in range(2))
-    # Reading one number waits for the product and copies no more.
+    # Reading one number waits for the product and copies nothing else.
     product = engine.compiled(lambda a, b: ops.max(ops.matmul(a, b)))
 
     def run() -> float:
@@ -170,7 +170,7 @@ def _driver() -> str:
 def _missing(driver: str, accelerated: bool) -> Iterator[str]:
     if driver and not accelerated:
         yield (
-            f"There is an NVIDIA driver, and {keras.backend.backend()} sees no GPU: "
+            f"There is an NVIDIA driver, but {keras.backend.backend()} sees no GPU: "
             "install its build with CUDA."
         )
     if not driver and not accelerated:

@@ -24,13 +24,13 @@ def gradients_of(
     watch: Callable[[See], contextlib.AbstractContextManager[None]] | None = None,
     compiled: bool = False,
 ) -> Gradients:
-    """Differentiates the loss of one batch, of a compiled and built model.
+    """Differentiates the loss of a compiled and built model on one batch.
 
     Args:
         batch: inputs, targets and sample weights.
         scale: what the loss is multiplied by before it is differentiated.
         watch: a context in which the loss is computed, given `see` of `differentiate`.
-            Without it the outputs of the model are seen.
+            Without it, `see` gets the outputs of the model.
         compiled: whether to compile; only on JAX.
     """
 
@@ -71,7 +71,7 @@ def _recurrent(model: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def results_through(pass_on: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Puts `pass_on(operation, x)` in the place of each x that an operation returns.
+    """Replaces each x that an operation returns with `pass_on(operation, x)`.
 
     An operation is a layer or an operation of a graph. The cell of an RNN, which is
     called at each step of a loop, is left alone.

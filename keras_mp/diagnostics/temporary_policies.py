@@ -50,7 +50,7 @@ def half_policies(model: Any) -> Choice:
 
 
 def in_the_half(choose: Choice, dtype: str) -> Choice:
-    """The same choice, with "float16" or "bfloat16" where it is the other one."""
+    """The same choice, with `dtype` in place of the other half dtype."""
     policy = keras.DTypePolicy(f"mixed_{dtype}")
 
     def chosen(layer: Any) -> Any:

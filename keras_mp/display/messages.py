@@ -25,17 +25,17 @@ def show_message(text: str) -> None:
     """
     if keras.config.is_interactive_logging_enabled():
         encoding = sys.stdout.encoding or "utf-8"
-        # The name of a layer may have characters that the terminal has not.
+        # A layer's name may have characters that the terminal lacks.
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
     else:
         logging.getLogger("keras_mp").info(text.strip())
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, and names the line of the user's that led here.
+    """Warns, and names the user's line that led here.
 
-    Every warning of keras_mp comes this way. How many frames lie between differs from
-    backend to backend, so that no `stacklevel` fits, and `skip_file_prefixes` needs
+    Every warning of keras_mp goes through here. The number of frames in between differs
+    from backend to backend, so no `stacklevel` fits, and `skip_file_prefixes` needs
     Python 3.12.
     """
     frame = _users_frame()
@@ -52,7 +52,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 @contextlib.contextmanager
 def warnings_at_the_user() -> Iterator[None]:
-    """Lets the warnings that Keras gives within name the line of the user's, too."""
+    """Makes warnings that Keras gives meanwhile name the user's line, too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -61,13 +61,13 @@ def warnings_at_the_user() -> Iterator[None]:
 
 
 def _users_frame() -> FrameType:
-    """The innermost frame of the user's; in a thread without one, the innermost."""
+    """The user's innermost frame; in a thread without one, the innermost of all."""
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     return next(filter(_is_the_users, frames), frames[0])
 
 
 def _is_the_users(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__")).split(".")[0]
-    # What AutoGraph makes of a user's function is a file that is gone at the end.
+    # AutoGraph turns a user's function into a file that is deleted at the end.
     made = "__autograph_generated" in frame.f_code.co_filename
     return not (made or package in _BETWEEN or package in sys.stdlib_module_names)

@@ -1,7 +1,7 @@
-"""A page of HTML in one file, and the same as a cell of a notebook.
+"""An HTML page in one file, and the same content as a notebook cell.
 
-The style of a cell applies to the cell alone, and takes the notebook's colours, as its
-theme may differ from the browser's.
+The style of a cell applies only to the cell, and takes the notebook's colours, because
+its theme may differ from the browser's.
 """
 
 import html
@@ -73,7 +73,7 @@ def write(path: str | os.PathLike[str], title: str, shown: str) -> None:
     """Writes a cell as one file, which loads nothing from elsewhere."""
     pathlib.Path(path).write_text(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        # Without it, phones show a page of 980 pixels in small.
+        # Without it, phones shrink a page that is 980 pixels wide.
         '<meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(title)}</title><style>{_PAGE}</style></head>"
         f"<body>{shown}</body></html>",

@@ -18,12 +18,12 @@ def check_verbose(verbose: Any) -> None:
 def progress_bar(
     total: int, verbose: int
 ) -> Iterator[Callable[[str, int, float], None]]:
-    """A bar on stderr, so that a pipe gets the result alone; it disappears at the end.
+    """A bar on stderr, so that a pipe gets only the result; it disappears at the end.
 
     Yields a function that moves it, given a text that says what is being done, how many
-    things of the `total` are done, and how much of the present one, from 0 to 1.
+    of the `total` things are done, and how much of the current one, from 0 to 1.
     """
-    # Imported here, as `import keras_mp` draws no bar.
+    # Imported here, because `import keras_mp` draws no bar.
     from rich import progress as bars
     from rich.console import Console
 
@@ -48,7 +48,7 @@ def progress_bar(
 
 
 def _can_show(console: Any) -> bool:
-    """Is there a terminal, or a notebook in which rich needs no more to draw a bar?"""
+    """Is there a terminal, or a notebook that has all that rich needs for a bar?"""
     if console.is_jupyter:
         # Without them rich writes into the notebook that they are missing.
         return importlib.util.find_spec("ipywidgets") is not None

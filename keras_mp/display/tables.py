@@ -37,7 +37,7 @@ class Table:
 
     def text(self, width: int = 80) -> str:
         """The table as lines of at most `width` characters."""
-        # Imported here, as `import keras_mp` draws no table.
+        # Imported here, because `import keras_mp` draws no table.
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -154,7 +154,7 @@ def folded(name: str, width: int) -> list[str]:
 
 
 def in_bytes(size: int | None, digits: int = 1) -> str:
-    """A number of bytes with its unit, and so many digits after the point.
+    """A number of bytes with its unit, and this many digits after the point.
 
     "?" for None.
     """

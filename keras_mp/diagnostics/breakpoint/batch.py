@@ -13,7 +13,7 @@ class Batch(NamedTuple):
 
     # Of NumPy's own dtypes; `x/0` and `x/mask` are parts of a structure `x`.
     arrays: dict[str, np.ndarray]
-    # The structure whose leaves are these arrays, as JSON has it.
+    # The structure whose leaves are these arrays, as JSON stores it.
     structure: Any
 
 

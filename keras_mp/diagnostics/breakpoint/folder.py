@@ -30,24 +30,24 @@ _FORMAT = "keras_mp breakpoint 1"
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """What is known of a step whose gradients overflowed."""
+    """What is known about a step whose gradients overflowed."""
 
     step: int  # From 1, skipped steps included.
     epoch: int  # From 1.
     skips: int  # How many steps in a row were skipped, this one included.
-    loss_scale: float  # At which they overflowed.
+    loss_scale: float  # The scale at which they overflowed.
     not_finite: dict[str, str]  # Path -> "inf", "nan" or "inf, nan" in its gradient.
     variables: list[str]  # The paths of all trainable variables, in order.
     model: str  # The file with the model, or with its weights.
     backend: str
-    keras: str  # The version, as the next.
+    keras: str  # The version; the next one too.
     keras_mp: str
 
 
 def check_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the absolute path of a folder that a breakpoint may be written to.
 
-    Raises a TypeError for what is no path, and a ValueError for a folder that holds
+    Raises a TypeError if it is not a path, and a ValueError if the folder holds
     anything but a breakpoint.
     """
     path = pathlib.Path(folder).resolve()
@@ -97,7 +97,7 @@ def written_at_once(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 def put_in_place(made: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Moves what is written to `folder`, and returns where it is.
 
-    A breakpoint is evidence: where one stands already, the new one goes beside it, to
+    A breakpoint is evidence: if there is one already, the new one goes beside it, to
     `folder`-2, `folder`-3 and so on.
     """
     check_folder(folder)

@@ -24,7 +24,7 @@ def save(model: Any, folder: pathlib.Path) -> str:
     """Saves a model with its optimizer; returns the name of the file, in `folder`.
 
     A model without a `get_config` cannot be saved, and one with a lambda, in a layer or
-    as its loss, cannot be opened: their weights alone are saved.
+    as its loss, cannot be opened: for these only the weights are saved.
     """
     file = folder / MODEL
     try:
@@ -50,7 +50,7 @@ def load(
     """Opens what `save` has written.
 
     A file of weights alone needs `build`, and `data` if that returns a model which is
-    not built. Raises a BreakpointError if the model cannot be had.
+    not built. Raises a BreakpointError if the model cannot be opened.
     """
     if file.name == MODEL:
         model = _read(keras.models.load_model, file, custom_objects=custom_objects)
@@ -73,7 +73,7 @@ def _read(reader: Callable, file: pathlib.Path, **options: Any) -> Any:
     try:
         return reader(file, **options)
     except Exception as error:  # Keras' readers may raise anything.
-        # Without the configs that Keras quotes, in front of its reason and after it.
+        # Drops the configs that Keras quotes before and after its reason.
         reason = str(error).split("Exception encountered: ")[-1].split("\n\n")[0]
         raise BreakpointError(
             f"cannot open {str(file)!r}. If the model has classes or functions of its "

@@ -27,10 +27,10 @@ class Replay:
     """What a saved step did, and what it does here.
 
     Attributes:
-        saved: what was saved of it.
+        saved: what was saved about it.
         not_finite: path in the saved run -> "inf", "nan" or "inf, nan" in its gradient
             here.
-        report: the diagnosis, or a sentence why there is none.
+        report: the diagnosis, or a sentence that says why there is none.
     """
 
     saved: Overflow
@@ -71,8 +71,8 @@ def replay(
 ) -> Replay:
     """Repeats a step that `OverflowBreakpoint` has saved, and diagnoses it.
 
-    It has the same weights, batch, loss scale and random numbers, as far as another
-    version or backend draws the same ones.
+    It has the same weights, batch and loss scale, and the same random numbers if this
+    version and backend draw them.
 
     Args:
         folder: the folder that was given to `OverflowBreakpoint`. It stays as it is.

@@ -45,11 +45,11 @@ class Scaling(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What it takes to repeat a step, without what a skipped step leaves as it was."""
+    """What it takes to repeat a step, without what a skipped step does not change."""
 
     batch: Batch
-    scaling: Scaling | None  # Before the step; None if the optimizer scales from it on.
-    generators: dict[str, np.ndarray]  # Of the framework, before the step.
+    scaling: Scaling | None  # Before the step; None if scaling starts with it.
+    generators: dict[str, np.ndarray]  # The framework's, before the step.
 
 
 def scaling_of(model: Any, state: Any) -> Scaling | None:
@@ -135,10 +135,10 @@ def seeds_of(model: Any) -> dict[str, np.ndarray]:
 
 
 def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
-    """Lets the layers of a model draw again the random numbers that they drew.
+    """Makes the layers of a model draw the same random numbers again.
 
     `states` are those of `seeds_of` and of `generator_states`. Raises a ValueError if
-    the model has another number of seeds.
+    the model has a different number of seeds.
     """
     seeds, values = _seeds(model), states.get(_SEEDS, np.zeros((0, 2)))
     if len(values) != len(seeds):
@@ -152,7 +152,7 @@ def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
 
 
 def _seeds(model: Any) -> list[Any]:
-    # `variables` has the states of the seed generators, which `weights` has not.
+    # `variables` includes the states of the seed generators, `weights` does not.
     weights = {id(weight) for weight in model.weights}
     seeds = [v for v in model.variables if id(v) not in weights]
     return list({id(seed): seed for seed in seeds}.values())

@@ -36,7 +36,7 @@ class Departure:
 
     Attributes:
         dtype: "float16" or "bfloat16".
-        path: of the layer or operation; "loss", or "output", if every layer agrees.
+        path: the layer or operation; "loss", or "output", if every layer agrees.
         layer: its path as `float32=` takes it; empty if it is no layer.
         error: how far it is from float32's, see `Error`.
     """
@@ -56,7 +56,7 @@ class Departure:
 
 
 class Comparison:
-    """One batch in float32, to hold half precision against.
+    """One batch in float32, to compare half precision with.
 
     Args:
         choose: the policies of the layers in half precision.
@@ -71,12 +71,12 @@ class Comparison:
         self._ends = self._agreement(every=False)
 
     def departure(self, kept: Sequence[str] = ()) -> Departure | None:
-        """Where it departs with these layers in float32; None if all ends agree."""
+        """Where it departs with these layers in float32; None if the results agree."""
         errors = self._errors(self._ends, kept, every=False)
         wrong = next((error for error in errors if not error.agrees), None)
         if wrong is None:
             return None
-        # Only now every layer is looked at, as that takes much memory.
+        # Every layer is compared only now, because that takes much memory.
         within = self._errors(self._agreement(every=True), kept, every=True)
         first = next((error for error in within if not error.agrees), None)
         if first is None:

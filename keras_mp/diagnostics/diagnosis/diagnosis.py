@@ -39,18 +39,17 @@ def diagnose(
     *,
     verbose: int = 1,
 ) -> Report:
-    """Says what float16 and bfloat16 do to a model, by one batch of its data.
+    """Says what float16 and bfloat16 do to a model, on one batch of its data.
 
-    The batch goes forward and backward in float32, whose magnitudes say what would fit;
-    under the model's policy, or float16 if it has none; a few times more to hold
-    outputs and loss in half precision against those of float32, up to the rounding that
-    no half dtype can avoid; and with the layers that should stay in float32, until all
-    is finite and agrees. The model stays as it was, except that
-    a model which was never called is built. The cell of an RNN, which runs in a loop,
-    is not looked into.
+    The batch goes forward and backward several times: in float32, where magnitudes show
+    what would fit; under the model's policy, or float16 if it has none; to compare
+    outputs and loss in half precision with those in float32, up to the rounding that no
+    half dtype can avoid; and with more and more layers in float32, until everything is
+    finite and agrees. The model stays as it was, except that a model which was never
+    called is built. The inside of an RNN's cell, which runs in a loop, is not checked.
 
     Args:
-        model: a compiled `keras.Model`. Its `compute_loss` is what is differentiated; a
+        model: a compiled `keras.Model`. Its `compute_loss` is differentiated; a
             `train_step` of the model's own is not called.
         x, y, sample_weight: one batch, as `fit` takes them: arrays, or structures of
             them. `x` alone may be (x, y), (x, y, sample_weight), or a dataset, whose
@@ -232,7 +231,7 @@ def _cure(
             with temporary_policies(model, with_float32(choose, kept)):
                 seen = probe(model, batch, 1.0)
             departure = expected.departure(kept) if _finite(seen) else None
-        except Exception:  # TensorFlow, for one, adds no tensors of two dtypes.
+        except Exception:  # TensorFlow, for example, does not add two dtypes.
             break
         # An output in float32 may be infinite only in the layer that it goes to.
         broken = next((o for o in seen.outputs if not o.values.finite), None)

@@ -18,14 +18,14 @@ class Output(NamedTuple):
     path: str
     operation: Any
     values: Range
-    gradient: Range | None  # Of the loss by it, if it has one.
+    gradient: Range | None  # The gradient of the loss by it, if any.
 
 
 class Probe(NamedTuple):
     """The ranges of one batch."""
 
     outputs: tuple[Output, ...]  # In the order in which they were computed.
-    loss: Range  # Times the scale.
+    loss: Range  # Multiplied by the scale.
     gradients: dict[str, Range | None]  # By the paths of the trainable variables.
 
 
@@ -55,7 +55,7 @@ class Calls:
 
     @contextlib.contextmanager
     def shown_to(self, see: See) -> Iterator[None]:
-        # Anew each time, as the loss may be computed more than once.
+        # Reset each time, because the loss may be computed more than once.
         self.made: list[tuple[str, Any]] = []
         self._known: dict[int, Any] = {}
         self._times: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The range of a tensor's magnitudes against those that a dtype holds, in NumPy.
+"""The range of a tensor's magnitudes, compared with a dtype's range, in NumPy.
 
 A range counts magnitudes by exponents: exponent e stands for 2^e <= |x| < 2^(e+1), as
 figure 3 of Micikevicius et al., Mixed Precision Training, 2018, shows gradients. A
@@ -44,7 +44,7 @@ class Range:
     Attributes:
         size: the number of elements.
         zeros, nans, infinities: how many elements are 0, nan and infinite.
-        smallest, largest: of the magnitudes that are finite and not 0; 0 if none is.
+        smallest, largest: among magnitudes that are finite and not 0; 0 if none is.
         counts: the number of magnitudes of each exponent, from LOWEST to HIGHEST.
         sums: the sum of the magnitudes of each exponent.
     """

@@ -21,7 +21,7 @@ from keras_mp.display.tables import Table
 from keras_mp.loss_scaling.nonfinite import named
 
 _ROWS = 12
-_OUTPUTS = 2  # So many that overflow are drawn, and stand before the other rows.
+_OUTPUTS = 2  # This many that overflow are drawn, and come before the other rows.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,7 +42,7 @@ class Report:
         departure: where float16 departs from float32 though all is finite and in
             range; or None.
         suits: "float16", else "bfloat16", if all fits and outputs and loss agree with
-            float32's at this batch; or empty.
+            float32's on this batch; or empty.
         epsilons: layers whose epsilon becomes 0 in half precision.
         kept: the layers that should stay in float32.
         cured: whether all is finite and agrees with these in float32; None if there are
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def recommended(self) -> str:
-        """The half dtype that suits the model: float16, for its bits, if all fits."""
+        """The half dtype that suits the model: float16, with its bits, if all fits."""
         return self.suits or "float16"
 
     @property
@@ -83,7 +83,7 @@ class Report:
     def sentences(self) -> list[str]:
         """The verdict as sentences, in the order of the computation."""
         if self.broken_in_float32:
-            # It explains all the rest.
+            # This explains everything else.
             return [
                 f"{self.broken_in_float32} is the first that is not finite, in float32 "
                 "as well: precision is not the cause."

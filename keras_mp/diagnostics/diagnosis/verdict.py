@@ -1,6 +1,6 @@
 """What ranges mean for float16 and bfloat16: what overflows, and what underflows.
 
-Arithmetic on ranges alone. Magnitudes are those of float32, where nothing is lost.
+It only computes with ranges. Magnitudes are those of float32, where nothing is lost.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from keras_mp.diagnostics.diagnosis.ranges import (
 )
 
 # A gradient counts as lost if a larger share of the sum of its magnitudes becomes 0.
-# Rounding to float16 changes each element by up to as much.
+# Rounding to float16 changes each element by up to this much.
 LOST = 2.0**-11
 # A dynamic loss scale stays between these powers of two by default.
 LOWEST_SCALE, HIGHEST_SCALE = 0, 24
@@ -32,7 +32,7 @@ class Measured:
     kind: str  # "output", "activation gradient" or "gradient".
     range: Range  # With a loss scale of 1.
     half: bool  # Is it in half precision under the policy?
-    # As `float32=` takes it; empty if it belongs to a model or an operation.
+    # The path that `float32=` takes; empty if it belongs to a model or an operation.
     layer: str = ""
 
     @property
@@ -100,7 +100,7 @@ class Window:
 
 
 def window_of(range: Range, format: Format) -> Window:
-    """The loss scales at which one gradient fits; its `lowest` is larger if none is."""
+    """The loss scales at which one gradient fits; `lowest` > `highest` if none does."""
     if not range.largest:
         return Window(LOWEST_SCALE, HIGHEST_SCALE)
     enough = (k for k in _POWERS if range.lost(format, 2.0**k) <= LOST)
@@ -143,7 +143,7 @@ def verdict_on(measured: Sequence[Measured], scale: float) -> Verdict:
     windows = [window_of(m.range, FLOAT16) for m in gradients]
     together = common(windows)
     if not together.is_open:
-        # That of the scale which suits most gradients.
+        # The window around the scale that suits most gradients.
         best = max(_POWERS, key=lambda k: sum(w.holds(2.0**k) for w in windows))
         together = common([w for w in windows if w.holds(2.0**best)])
     return Verdict(

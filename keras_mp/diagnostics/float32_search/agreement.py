@@ -60,13 +60,13 @@ class Error(NamedTuple):
 class Agreement(NamedTuple):
     """What float32 computes, and how far from it half precision may be.
 
-    Half precision rounds weights and the outputs of layers. Such roundings alone, at
-    random in float32, change outputs and gradients, and no layer is to blame for that
+    Half precision rounds weights and the outputs of layers. Random roundings like these
+    change outputs and gradients even in float32, and no layer is to blame for that
     (Monte Carlo arithmetic; Parker 1997). A multiple of that error is allowed.
     """
 
     expected: list[Quantity]
-    allowed: list[float]  # The largest error of each; ANY of what is not compared.
+    allowed: list[float]  # The largest error of each; ANY if it is not compared.
 
     @property
     def undetermined(self) -> list[str]:
@@ -105,8 +105,8 @@ def agreement(
     for quantity in expected:
         if not np.isfinite(quantity.values).all():
             raise ValueError(
-                "`model` must be finite in float32. Received: a model and a batch of "
-                f"which {quantity.name} is not. keras_mp.diagnose says where that "
+                "`model` must be finite in float32. Received: a model and a batch "
+                f"whose {quantity.name} is not. keras_mp.diagnose says where that "
                 "begins."
             )
     change = np.full(len(expected), _ROUNDOFF[policy])
@@ -127,7 +127,7 @@ def agreement(
 
 
 class _Rounding:
-    """Changes numbers as rounding does: x (1 + d), |d| being at most the roundoff."""
+    """Changes numbers as rounding does: x (1 + d), with |d| at most the roundoff."""
 
     def __init__(self, roundoff: float, half: set[int], seed: int) -> None:
         self._roundoff, self._half = roundoff, half

@@ -97,7 +97,7 @@ class Float32Layers:
         if not self.paths:
             yield (
                 "No layer has to be in float32: all outputs and gradients agree; "
-                f"of them {_text(self.before)}."
+                f"{_text(self.before)}."
             )
             return
         count = len(self.paths)

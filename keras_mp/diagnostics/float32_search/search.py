@@ -54,8 +54,8 @@ def find_float32_layers(
     or a sum that stalls is far above.
 
     The search is QuickXplain (Junker 2004): for each of the layers that it finds it
-    runs the batch about 2 log2(n) times, n being the number of all layers, without
-    compiling. No layer of the set can be left out. A layer made of layers is in the set
+    runs the batch about 2 log2(n) times without compiling, where n is the number of all
+    layers. No layer of the set can be left out. A layer made of layers is in the set
     only if no choice of the layers within it is enough. The model stays as it was,
     except that a model which was never called is built.
 
@@ -128,8 +128,8 @@ def find_float32_layers(
     def is_enough(kept: Iterable[Unit]) -> bool:
         try:
             return worst(kept).agrees
-        except Exception:  # TensorFlow, for one, adds no tensors of two dtypes.
-            return False  # With no unit, and with all of them, it runs.
+        except Exception:  # TensorFlow, for example, does not add two dtypes.
+            return False  # It runs with no unit, and with all of them.
 
     before = worst([])
     with progress_bar(len(units), verbose) as show:

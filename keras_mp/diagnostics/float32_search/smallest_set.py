@@ -1,8 +1,8 @@
-"""The smallest set that is enough, found by few questions.
+"""The smallest set that is enough, found with few questions.
 
 QuickXplain of Junker, Preferred Explanations and Relaxations for Over-Constrained
-Problems, AAAI 2004. If a larger set is never worse, it finds a set of k out of n by
-about 2 k log2(n / k) + 2 k questions, and none of its members can be left out.
+Problems, AAAI 2004. If a larger set is never worse, it finds a set of k out of n
+with about 2 k log2(n / k) + 2 k questions, and none of its members can be left out.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ def smallest_set(
     is_enough: Callable[[Sequence[Member]], bool],
     decided: Callable[[int], None] = lambda count: None,
 ) -> list[Member]:
-    """Finds a set which is enough, and no part of which is.
+    """Finds a set that is enough, while no part of it is.
 
     Args:
         members: what to choose from; earlier ones are preferred. All of them together
@@ -69,7 +69,7 @@ def smallest_units(
     is_enough: Callable[[Iterable[Unit]], bool],
     decided: Callable[[int], None],
 ) -> list[Unit]:
-    """Finds a small set of units which is enough, of parts rather than of whole units.
+    """Finds a small set of units that is enough, and prefers parts to whole units.
 
     See `smallest_set`; all units together are enough.
     """

@@ -1,7 +1,7 @@
 """Constants that float16 turns into an infinity, 0 or 1.
 
-The model is traced in float32 and as it is, and the numbers that stand in the two
-programs are compared: in the second, 70000 is infinite already. Nothing is run.
+The model is traced in float32 and as it is, and the constants in the two programs are
+compared: in the second, 70000 is infinite already. Nothing is run.
 """
 
 import re
@@ -38,7 +38,7 @@ def lost_constants(model: Any) -> Iterator[tuple[str, str, str]]:
         half = _constants(model, call)
         with temporary_policies(model, in_float32):
             wide = _constants(model, call)
-    except Exception:  # A model that cannot be called so: `fit` says why.
+    except Exception:  # The model cannot be called like this: `fit` says why.
         return
     for path in wide:
         for value, turned in _lost(wide[path], half.get(path, [])):
@@ -60,8 +60,8 @@ def _lost(wide: list[Constant], half: list[Constant]) -> Iterator[tuple[float, f
             turned = float(np.float16(value))
         if turned == value or not (np.isinf(turned) or turned in (0, 1, -1)):
             continue
-        # It has gone, and what it becomes has come: a mask of -1e9 may be another
-        # number in float16, and an epsilon may be added in float32.
+        # It is lost if it is gone and what it becomes is there: a mask of -1e9 may be
+        # another number in float16, and an epsilon may be added in float32.
         if kept[value] < count and after[turned] > before[turned]:
             yield value, turned
 
@@ -86,13 +86,13 @@ def _constants(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Constant]
         with calls_made_by(make):
             return model(*args, **kwargs)
 
-    # A call leaves notes on layers, and a first one decides what they compute in.
+    # A call leaves notes on layers, and a first call decides what they compute in.
     layers = private.layers_in(model)
     precision, before = Precision(layers), [(vars(x), {**vars(x)}) for x in layers]
     shapes = [keras.KerasTensor(_closed(x.shape), x.dtype) for x in leaves]
     try:
         with warnings.catch_warnings():
-            # JAX makes a constant with NumPy, which warns of one that overflows.
+            # JAX creates constants with NumPy, which warns if one overflows.
             warnings.simplefilter("ignore")
             found = engine.constants(function, model.variables, shapes)
     finally:

@@ -47,7 +47,7 @@ _PLAIN = {
 class Casts(NamedTuple):
     """The casts in a layer's `call`."""
 
-    to: frozenset[str]  # The dtypes that are written there.
+    to: frozenset[str]  # The dtypes that the code names.
     back: bool  # Is there a cast to a dtype that is computed?
 
 
@@ -62,7 +62,7 @@ def is_custom(layer: Any, method: str) -> bool:
 
 
 def source_of(layer: Any, method: str) -> str:
-    """The source of a method; empty if there is none, or a file that is none."""
+    """The source of a method; empty if there is none, or its file is no source."""
     try:
         return textwrap.dedent(inspect.getsource(getattr(type(layer), method)))
     except (OSError, TypeError, tokenize.TokenError, SyntaxError):
@@ -103,7 +103,7 @@ def _dtype_of(call: ast.Call) -> ast.expr | None:
 
 
 def _literal(dtype: ast.expr) -> str:
-    """The float dtype that is written there: "float16", tf.float16, np.float16."""
+    """The float dtype that the code names: "float16", tf.float16, np.float16."""
     name = str(dtype.value) if isinstance(dtype, ast.Constant) else _name_of(dtype)
     return _FLOATS.get(name, "")
 

@@ -34,7 +34,7 @@ class Finding:
     """Something to look at.
 
     Attributes:
-        paths: of the layers that it is about.
+        paths: the layers that it is about.
         sentence: what is wrong.
         remedy: what helps.
     """

@@ -32,12 +32,12 @@ class LayerFacts:
     Attributes:
         path: the path that the rules see.
         class_name: its class.
-        products: of a large head, the dtype of the operands of its products, whose
-            results are float32; None where they are of its compute dtype.
+        products: for a large head, the dtype of the operands of its products, whose
+            results are float32; None if they have its compute dtype.
         compute_dtype: what it computes in; None for a Sequential or Functional model
             within the model, which leaves that to its layers.
-        variable_dtype: the dtype of its weights, two joined by ", " where it is a
-            large head with a bfloat16 kernel; None as above.
+        variable_dtype: the dtype of its weights, two joined by ", " if it is a large
+            head with a bfloat16 kernel; None as above.
         output_dtype: the dtype of its output in the graph, several joined by ", ".
         decided_by: what decided its policy, such as the name of a rule.
         weight_bytes_float32: its own weights, in float32.
@@ -64,8 +64,8 @@ class LayerFacts:
 def layers_of(model: Any) -> list[tuple[Any, Any]]:
     """The layers of a model, each with its parent; parents come before children.
 
-    Without Inputs. The model itself comes first, with None, unless it is a graph and
-    computes nothing.
+    Inputs are left out. The model itself comes first, with None, unless it is a graph
+    and computes nothing.
     """
     found = list(_walk(model, None, set()))
     return found[1:] if is_graph(model) else found
@@ -160,7 +160,7 @@ def _total(tensors: list[tuple[Any, str]] | None, dtype: str = "") -> int | None
 
 
 def _size(shape: Any, dtype: str, instead: str) -> int:
-    """The bytes of a tensor; of floats in the dtype `instead`, if there is one."""
+    """The bytes of a tensor; floats count in the dtype `instead`, if there is one."""
     if dtype in _BYTES:
         each = _BYTES[instead or dtype]
     else:

@@ -12,7 +12,7 @@ from keras_mp.display.tables import in_bytes
 from keras_mp.policies import heads
 from keras_mp.policies.layers import layer_path
 
-_BATCH = 32  # That of `fit`.
+_BATCH = 32  # The default of `fit`.
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
@@ -40,12 +40,12 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
 
 
 def _sentence(layer: Any, size: int, width: int) -> str:
-    """Of a head whose logits take so many bytes; empty if they are small.
+    """The sentence about a head; empty if its logits are small.
 
     Args:
         layer: the head.
-        size: of its logits.
-        width: of its inputs.
+        size: the bytes of its logits.
+        width: the width of its inputs.
     """
     mode, classes = heads.reading_of_logits(layer)
     number = engine.number_of_chunks(size, width, mode, classes)

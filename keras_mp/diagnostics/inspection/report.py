@@ -165,7 +165,7 @@ def _weights(layer: LayerFacts) -> str:
 
 def _outputs(layer: LayerFacts) -> str:
     if layer.compute_dtype is None:
-        return ""  # Those of its layers.
+        return ""  # Its layers list them.
     if layer.output_bytes == layer.output_bytes_float32:
         return in_bytes(layer.output_bytes)
     return f"{in_bytes(layer.output_bytes)}\n{in_bytes(layer.output_bytes_float32)}"

@@ -1,4 +1,4 @@
-"""What the shapes of a model alone show: sums that are too long, and odd widths.
+"""What a model's shapes alone show: sums that are too long, and odd widths.
 
 Backends add up in float32 and round the sum once, so a mean is safe and a sum is not:
 it may pass 65504, float16's largest number, though its average is small.
@@ -22,7 +22,7 @@ from keras_mp.policies.rules import LARGEST_EXACT_INTEGER, is_wide_average
 layers = keras.layers
 _LARGEST = 65504
 _MULTIPLE = 8
-# The channels of an image, whose number is given, and which libraries pad.
+# An image has up to this many channels: their number is given, and libraries pad them.
 _CHANNELS = 4
 _CELLS = (layers.LSTMCell, layers.GRUCell, layers.SimpleRNNCell)
 _CONVOLUTIONS = (

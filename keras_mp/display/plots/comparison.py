@@ -1,4 +1,4 @@
-"""The same training under several policies, drawn."""
+"""Draws the same training under several policies."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from keras_mp.display.plots.figures import Picture, draw_losses, our_style
 
-# Okabe and Ito's colours; lines and markers differ too, for who sees no colours.
+# Okabe and Ito's colours; lines and markers differ too, for readers without colours.
 _COLOURS = ("#56B4E9", "#D55E00", "#000000", "#009E73", "#CC79A7", "#E69F00")
 _COSTS = ("#009E73", "#CC79A7")
 _MARKERS = "osD^vP"
@@ -38,8 +38,8 @@ def plot_comparison(
         losses: policy -> for each seed, the training loss of each epoch.
         metric: the name of the metric.
         finals: policy -> the metric with each seed, the base first; nan for none.
-        spread: of the metric of the base over the seeds; None with one seed.
-        ratios: cost -> policy -> how many times that of the base.
+        spread: how far the base's metric spreads over the seeds; None with one seed.
+        ratios: cost -> policy -> the cost as a multiple of the base's.
 
     Returns:
         A figure of three panels with a caption, on an Agg canvas.
@@ -51,8 +51,8 @@ def plot_comparison(
     _draw_finals(middle, metric, finals, spread)
     _draw_ratios(right, base, ratios)
     caption = (
-        "Training loss: one line for each training, or the mean of an only epoch; the "
-        "lines of a seed should lie on each other, and a cross is where one diverged. "
+        "Training loss: one line for each training, or, with one epoch, a bar for each "
+        "policy; lines of a seed should coincide, and a cross is where one diverged. "
         f"{metric.capitalize()}: one point for each training, joined by seed, and the "
         f"means; the band is the spread of {base} over the seeds, and a mean outside "
         "differs by more than another seed would. Time and memory: what is below the "

@@ -16,15 +16,15 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.ticker import MaxNLocator
 
-# A legend has no ground of its own, so that it follows the page.
+# A legend has no background of its own, so it follows the page.
 _STYLE: list[Any] = ["default", {"legend.framealpha": 0.0}]
 _BLACK, _PAGES = "#000000", "currentColor"
 
 
 def our_style(plot: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Lets a function draw the same under any style that the user has set.
+    """Makes a function draw the same under any style that the user has set.
 
-    Captions name colours, and sizes are made to fit.
+    Captions name colours, and sizes are chosen to fit.
     """
 
     @functools.wraps(plot)
@@ -50,8 +50,8 @@ class Picture(Figure):
         return self
 
     def draw(self, renderer: Any) -> None:
-        """Draws it in our style too, as matplotlib makes the ticks only now."""
-        fonts = {"svg.fonttype": rcParams["svg.fonttype"]}  # Of `svgs_and_caption`.
+        """Draws in our style too, because matplotlib creates the ticks only now."""
+        fonts = {"svg.fonttype": rcParams["svg.fonttype"]}  # From `svgs_and_caption`.
         with style.context([*_STYLE, fonts]):
             super().draw(renderer)
 
@@ -64,13 +64,13 @@ class Picture(Figure):
 def draw_losses(
     axes: Axes,
     losses: Mapping[str, Sequence[Sequence[float]]],  # Policy -> seeds -> epochs.
-    styles: Sequence[Mapping[str, Any]],  # Of the policies, in turn.
+    styles: Sequence[Mapping[str, Any]],  # One for each policy.
     what: str,
     unit: str,
 ) -> None:
     """Draws a line for each training, the epochs from left to right.
 
-    A bar, if there is one epoch alone. A cross is where a training diverged.
+    Draws bars if there is only one epoch. A cross is where a training diverged.
     """
     every = [x for many in losses.values() for one in many for x in one]
     log = all(x > 0 for x in every if math.isfinite(x))
@@ -133,16 +133,16 @@ def _draw_bars(
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes `figure` to `path` as a PNG, also if the name ends in something else."""
+    """Writes `figure` to `path` as a PNG, even if the name ends in something else."""
     figure.savefig(path, format="png")
 
 
 def svgs_and_caption(figure: Figure) -> tuple[list[str], str]:
     """`figure` as SVG and, as text, its caption, which is removed from the figure.
 
-    Within the SVG, the caption would become as small as the window makes the picture.
-    Panels beside each other come twice, the second time one below the other, for a
-    narrow window. Black is the page's own colour, and the ground is the page's.
+    Inside the SVG, the caption would shrink with the picture in a small window. Panels
+    beside each other come twice, the second time one below the other, for a narrow
+    window. Black becomes the page's text colour, and the background is the page's.
     """
     caption = " ".join(" ".join(t.get_text().split()) for t in figure.texts)
     for text in [*figure.texts]:
@@ -170,9 +170,9 @@ def _svg(figure: Figure, name: str) -> str:
 
 
 def svg_text(figure: Figure, salt: str) -> str:
-    """`figure` as SVG, always the same for a salt, without a ground.
+    """`figure` as SVG, always the same for a salt, without a background.
 
-    Its texts are texts, which can be searched.
+    Its text stays text, which can be searched.
     """
     out = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -1,4 +1,4 @@
-"""Gradients by their exponents against what float16 holds, drawn."""
+"""Draws gradients by their exponents, against what float16 holds."""
 
 import math
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ def plot_gradients(
         shares: label -> exponent e -> the share of the gradients, unscaled, whose
             magnitudes are from 2^e to 2^(e+1).
         scale: the loss scale.
-        outputs: the same of outputs that overflow; drawn above the gradients, if any.
+        outputs: the same for outputs that overflow, drawn above the gradients, if any.
 
     Returns:
-        A figure with a caption, on an Agg canvas: what figure 3 of Micikevicius et al.,
-        Mixed Precision Training, 2018, shows.
+        A figure with a caption, on an Agg canvas, like figure 3 of Micikevicius et al.,
+        Mixed Precision Training, 2018.
     """
     shift = math.floor(math.log2(scale))
     caption = (

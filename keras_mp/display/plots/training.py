@@ -1,4 +1,4 @@
-"""The loss of a training under several policies, and its loss scale, drawn."""
+"""Draws the loss of a training under several policies, and its loss scale."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ def _draw_scales(
         steps, scales, color="#D55E00", drawstyle="steps-post", label="loss scale"
     )
     if skipped_steps:
-        # At the scale before the step, which overflowed; the first is not known.
+        # Drawn at the scale before the step, which overflowed; the first is unknown.
         at = [scales[max(step - 2, 0)] for step in skipped_steps]
         axes.plot(skipped_steps, at, "kx", label="skipped step")
         axes.legend()
