@@ -1,8 +1,8 @@
 """Timing in pairs: the time of each of the others over the time of the base.
 
 A pair is a stretch of steps of the base and one of another, right after each other, in
-random order: so a disturbance of the machine hits both. We wait for the device at the
-end of a stretch, and at no step within.
+random order, so that a disturbance of the machine hits both. We wait for the device
+only at the end of a stretch.
 """
 
 import random

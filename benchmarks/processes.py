@@ -21,9 +21,9 @@ from benchmarks.results import Record
 _ROOT = pathlib.Path(__file__).parents[1]
 # Where the system can pin a process it can also stop one and let it go on.
 CAN_PIN = hasattr(os, "sched_setaffinity")
-# Depending on where the buffers of a step lie in the heap, glibc may give them back at
-# its end and map their pages anew in the next. For two equal programs that made a
-# quarter of a step of `fit`, or nothing. So where we time, glibc keeps its memory.
+# Depending on where a step's buffers lie in the heap, glibc may give them back at its
+# end and map their pages again in the next. For two equal programs this cost a quarter
+# of a step of `fit`, or nothing. So glibc keeps its memory while we time.
 _KEEPING_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the largest that it takes
@@ -47,11 +47,11 @@ class Job(NamedTuple):
 
     Attributes:
         suite: the name of the suite.
-        about: what tells its records from others; "backend" is among it.
+        about: what tells its records from others; "backend" is part of it.
         options: the other arguments of the suite's `measure`.
-        limit: after so many seconds the process ends.
-        ahead: whether it starts while the one before runs: then imports, and all else
-            before `ready`, are done when its turn comes.
+        limit: the process ends after this many seconds.
+        ahead: whether it starts while the one before runs: then imports, and everything
+            else before `ready`, are done when its turn comes.
         pinned: whether it has one core, while nothing else of ours runs, on systems
             that can do that.
         environment: variables for the process.
@@ -119,7 +119,7 @@ class Process:
         """Lets it measure when it is ready, and waits for its end.
 
         Args:
-            limit: after so many seconds it ends.
+            limit: it ends after this many seconds.
             add: takes each record as soon as it is there.
             progress: takes the share that is done, from 0 to 1.
             following: a process that stops while this one measures, if this is pinned.

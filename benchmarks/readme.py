@@ -1,8 +1,8 @@
 """`python -m benchmarks.readme`: writes the tables of the results into the READMEs.
 
-The tables of `benchmarks/SUITE.json` stand between `<!-- measured: SUITE -->` and
-`<!-- end of SUITE -->`, with "not measured" where there is no result; a few rows of
-them, for a suite that names some, between `<!-- in short: SUITE -->` and the same end.
+The tables of `benchmarks/SUITE.json` go between `<!-- measured: SUITE -->` and
+`<!-- end of SUITE -->`, with "not measured" if there is no result. If a suite names a
+few rows, these go between `<!-- in short: SUITE -->` and the same end.
 """
 
 import pathlib
@@ -34,7 +34,7 @@ def main() -> None:
 
 def pictures(folder: pathlib.Path = FOLDER) -> dict[pathlib.Path, str]:
     """The pictures of README as SVG, by their paths."""
-    # Here, not above: it needs matplotlib.
+    # Imported here, because it needs matplotlib.
     from benchmarks.quality import picture
 
     records = read(folder / "quality.json", "quality")

@@ -13,7 +13,7 @@ class Results:
     """The records of a suite in a file that is complete after each of them.
 
     Args:
-        path: of the file; if it exists, its records stay.
+        path: the file; if it exists, its records stay.
         suite: the name of the suite.
         identity: the keys that tell one record from another.
 
@@ -63,7 +63,7 @@ def read(path: str | os.PathLike[str], suite: str) -> list[Record]:
     """The records in a file; none if there is no file.
 
     Raises:
-        ValueError: if it holds something else than records of this suite.
+        ValueError: if it holds anything but records of this suite.
     """
     path = pathlib.Path(path)
     if not path.exists():

@@ -44,17 +44,17 @@ def plan(
     out: str | None = None,
     resume: bool = False,
 ) -> Plan:
-    """What to measure of a suite.
+    """What to measure in a suite.
 
     Args:
         suite: "cost", "seams", "train" or "quality".
-        cases: names of its cases; all but the slow ones if left out.
-        backends: of Keras; those that are installed if left out ("quality": the first).
-        peers: the packages that "cost" compares; all if left out.
+        cases: names of its cases; by default all but the slow ones.
+        backends: those of Keras; by default the installed ones ("quality": the first).
+        peers: the packages that "cost" compares; by default all.
         seconds: how long to time a case ("train": all of it), if not the usual time.
-        out: the file, of which records that are not measured now stay;
-            `keras_mp_<suite>.json` in the current folder if left out. The picture goes
-            beside it if there is one to draw and matplotlib is installed.
+        out: the file, which keeps records that are not measured now; by default
+            `keras_mp_<suite>.json` in the current folder. The picture goes beside it if
+            there is one to draw and matplotlib is installed.
         resume: whether to leave out what the file has already, as after a run that was
             cut off. What has failed is measured again.
 

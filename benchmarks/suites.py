@@ -20,8 +20,8 @@ class Suite:
 
     Attributes:
         name: of the suite, and of its folder.
-        configurations: all that it can measure, in order. Each is what tells its record
-            from the others; "case" and "backend" are among it.
+        configurations: all that it can measure, in order. Each tells its record from
+            the others; "case" and "backend" are part of it.
         measure: takes a configuration, the options and two functions, and yields
             records, each in place of the one before. It calls `progress` with the
             share that is done, from 0 to 1, and `ready` before the part that nothing
@@ -29,13 +29,13 @@ class Suite:
         tables: (records, whole) -> tables; with `whole` they have a row for what is
             not measured, too.
         plot: records -> a matplotlib figure, or None if there is nothing to draw.
-        limit: after so many seconds a process ends.
+        limit: a process ends after this many seconds.
         seconds: how long to time a case, if `measure` takes that.
         budget: seconds for all processes together.
         peers: names of the packages to compare, if `measure` takes them.
-        slow: cases that take long: measured only where they are named.
+        slow: cases that take long: measured only if they are named.
         in_short: the cases that README shows.
-        one_backend: whether to take one backend alone if none is named.
+        one_backend: whether to take only one backend if none is named.
         pinned: whether a process has one core, while nothing else of ours runs.
         ahead: whether a process starts while the one before runs.
         environment: configuration -> environment variables of its process.
@@ -108,7 +108,7 @@ def jobs(
 def check_names(
     argument: str, names: Sequence[str], known: Sequence[str]
 ) -> Sequence[str]:
-    """The names, if all are known; else a ValueError with those that are."""
+    """The names, if all are known; else a ValueError with the known ones."""
     if not names:
         raise ValueError(f"`{argument}` must name at least one. Received: none.")
     for name in names:

@@ -14,12 +14,11 @@ def main(job: dict[str, Any]) -> None:
     """Measures a job.
 
     Args:
-        job: the "suite", and under "about" and "options" the arguments of its
-            `measure`.
+        job: the "suite", and in "about" and "options" the arguments of its `measure`.
     """
     out, sys.stdout = sys.stdout, sys.stderr  # Others may print, too.
     warnings.simplefilter("ignore")
-    # Here, not above: it imports a framework, which may print as well.
+    # Imported here: it imports a framework, which may print as well.
     from benchmarks.suites import suite_named
 
     measure = suite_named(job["suite"]).measure

@@ -35,7 +35,7 @@ and what the backend's `repairs` name:
     categorical_crossentropy     reads them in chunks
     argmax                       takes what the loss has found
     divide, tanh, where          let the loss know what was done to them
-    gelu, selu                   keep their input alone for the gradient
+    gelu, selu                   keep only their input for the gradient
     moments                      has a gradient of one pass
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
     arange                       runs in float16 graphs

@@ -2,7 +2,7 @@
 
 `import keras_mp` imports Keras, and Keras reads `KERAS_BACKEND` once, when it is
 imported. So this package stands beside keras_mp. It reads the arguments and chooses the
-backend with the standard library alone, and only then imports the command's module.
+backend with only the standard library, and then imports the command's module.
 """
 
 import importlib

@@ -1,13 +1,13 @@
 """How models end: every kind of model, last activation and loss, in half precision.
 
-What every model passes through, the cast of what it returns and what `compile` decides
-for its output layer, is tried on this table: {kinds of model} x {compiled, or in a loop
-of one's own} x {last activation, of a layer or applied by the model} x {each loss of
-Keras that fits} x {policies}. Each case trains a few steps. Losses and the change of
-the weights agree with those of one float32 model up to rounding.
+Every model goes through the cast of what it returns and what `compile` decides for its
+output layer. This table tries both: {kinds of model} x {compiled, or in a loop of one's
+own} x {last activation, of a layer or applied by the model} x {each loss of Keras that
+fits} x {policies}. Each case trains a few steps. Losses and the change of the weights
+agree with those of one float32 model up to rounding.
 
 `python -m sweeps.endings` runs all of it on every backend; `tests/test_endings.py` runs
-cases that hold every pair of two entries.
+cases that cover every pair of two entries.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BACKEND = keras.backend.backend()
 POLICIES = ("mixed_float16", "mixed_bfloat16", "bfloat16")
 STEPS = 2
 EXAMPLES, FEATURES, CLASSES, FRAMES = 16, 6, 4, 5
-# Results differ by at most so many units of roundoff: 6 sqrt(8), the tolerance of
+# Results differ by at most this many units of roundoff: 6 sqrt(8), the tolerance of
 # `layer_errors.py`, which has the reason.
 UNIT_ROUNDOFF = {
     "mixed_float16": 2.0**-11,
@@ -47,8 +47,8 @@ class Loss(NamedTuple):
     """One loss of Keras: its class, its function, and what they are called with.
 
     Attributes:
-        name: of the class in `keras.losses`.
-        function: of the function there.
+        name: the name of the class in `keras.losses`.
+        function: the name of the function there.
         targets: the kind of its targets, a key of TARGETS.
         options: keyword arguments of both.
     """
@@ -78,7 +78,7 @@ _GENERALIZED = (
     "categorical_generalized_cross_entropy",
     "class",
 )
-# Without Circle, which is for embeddings on a sphere: none of these models has them.
+# Circle is left out: it is for embeddings on a sphere, which none of these models has.
 LOSSES: dict[str | None, tuple[Loss, ...]] = {
     "softmax": (
         Loss(*_CCE),
@@ -133,7 +133,7 @@ def _targets(kind: str) -> np.ndarray:
         "bits": (values > 0).astype("float32"),
         "signs": np.where(values > 0, 1, -1).astype("float32"),
         "values": values,
-        # Away from what is predicted: the gradient of an absolute error is a sign.
+        # Far from the predictions: the gradient of an absolute error is a sign.
         "far values": np.sign(values) * (3 + np.abs(values)),
         "labels": draw.integers(1, CLASSES, (EXAMPLES, 2)).astype("int32"),
     }[kind]
@@ -273,12 +273,12 @@ def cases() -> Iterator[Case]:
 
 
 class Trained(NamedTuple):
-    """What came of a few steps: a loss for each, and how the weights changed.
+    """The outcome of a few steps: a loss for each, and how the weights changed.
 
     Attributes:
-        losses: of the steps.
+        losses: one for each step.
         start: the weights before, one after the other.
-        change: what came to them.
+        change: what was added to them.
     """
 
     losses: list[float]
@@ -385,11 +385,11 @@ def expected(activation: str | None, name: str, logits: bool) -> Trained:
 
 
 def disagreement(case: Case) -> float:
-    """How far a case is from float32, 1 being what rounding explains.
+    """How far a case is from float32; rounding explains up to 1.
 
     The larger of two errors: of a loss, relative to it or to 1, and of the change of
-    the weights, relative to its norm. Weights in bfloat16 are themselves rounded, in
-    each step: it is where they were, and where they end, that is known less well.
+    the weights, relative to its norm. Weights in bfloat16 are themselves rounded in
+    each step, so where they start and where they end is known less well.
     """
     logits = case.loss.options == _LOGITS
     wanted = expected(case.ending.activation, case.loss.name, logits)

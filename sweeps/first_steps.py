@@ -83,7 +83,7 @@ def _rows_of_digits() -> Any:
     def rows(images: Any, labels: Any, number: int) -> tuple[Any, Any]:
         chosen = random.integers(0, len(images), (number, 4))
         columns = 16 * np.swapaxes(images[chosen][..., 0], 2, 3)
-        # Class 0 is that of no digit.
+        # Class 0 means no digit.
         return columns.reshape(number, 32, 8), labels[chosen] + 1
 
     train = rows(digits.x, digits.y, 2000)

@@ -1,7 +1,7 @@
 """Calls a layer once, with gradients, eagerly or compiled, on the current backend.
 
 The loss is the float32 sum of the layer's own losses and of its outputs, each element
-times a fixed random number: so all that it returns has a gradient.
+times a fixed random number, so that all it returns has a gradient.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def _loss(outputs: list) -> Any:
         if x is not None and keras.backend.is_float_dtype(
             keras.backend.standardize_dtype(x.dtype)
         ):
-            # Not the inputs' seeds: many layers have no gradient along their input.
+            # Not the inputs' seeds, as many layers have no gradient along their input.
             weights = np.random.default_rng(1000 + i).standard_normal(x.shape)
             weights = _unfolded(keras.ops.convert_to_tensor(weights, "float32"))
             total = total + keras.ops.sum(keras.ops.cast(x, "float32") * weights)

@@ -30,7 +30,7 @@ class Case:
         gradient: whether the layer has gradients worth comparing.
         random_draws: how many independent random numbers the layer draws, 0 if none.
             They depend on the dtype in which they are drawn: only means are compared.
-        finite_only: if the results can only be asked to be finite, the reason.
+        finite_only: the reason, if the results can only be required to be finite.
         adapt: () -> the data that `adapt` sees, for layers that have it.
         backends: where the layer exists.
     """
@@ -89,7 +89,7 @@ def integers(*shape, high, low=0, seed=0):
 
 
 def lengths(batch, steps, *valid):
-    """A mask whose rows are True for as many steps as `valid` says."""
+    """A mask whose rows are True for the numbers of steps in `valid`."""
     return np.arange(steps)[None, :] < np.array(valid)[:, None]
 
 
@@ -222,14 +222,14 @@ def _core():
 
 
 def _attention():
-    # Without biases: the softmax takes the key's out of everything, and its gradient,
+    # No biases: the softmax removes the key's bias from everything, and its gradient,
     # which is 0, cannot be compared.
     for name, scale in (
         ("", 1.0),
         (", tokens near 33", 33.0),
         (", tokens near 100", 100.0),
     ):
-        # Of logits of hundreds the softmax is one row, and rounding picks another.
+        # With logits of hundreds the softmax picks one row, and rounding picks another.
         sharp = "rounding the query and the key is enough to change all" * (scale > 1)
         token = lambda *s, seed=0, scale=scale: normal(*s, scale=scale, seed=seed)  # noqa: E731
         yield Case(
@@ -519,7 +519,7 @@ def _pooling():
             gradient=False,
         )
         # A window of 2197 to 2304 values of 50: the sum is beyond float16, the average
-        # is not. Without gradients: JAX takes a minute to compile them.
+        # is not. No gradients, because JAX takes a minute to compile them.
         wide = {"1D": (2304,), "2D": (48, 48), "3D": (13, 13, 13)}[rank]
         yield Case(
             f"AveragePooling{rank}, sum past 65504",
@@ -1011,7 +1011,7 @@ def _pictures():
             lambda method=method: layers.Resizing(7, 10, method),
             x,
             backends={"area": ("tensorflow",), "lanczos5": NO_LANCZOS}.get(method, ALL),
-            gradient=method != "area",  # TensorFlow has none for it, in any dtype.
+            gradient=method != "area",  # TensorFlow has no gradient for it.
         )
     yield Case(
         "Resizing, of 4000 pixels",

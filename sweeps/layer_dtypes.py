@@ -1,9 +1,9 @@
 """What each layer of the sweep's models computes in: `make sweep-dtypes`.
 
-A train step of each model is traced on JAX, not run, which takes seconds a model. The
-files that it writes are read as a difference, before and after a change to what every
-model passes through: a layer that has moved to another dtype shows there, and a product
-whose operands have.
+It traces a train step of each model on JAX, without running it, in seconds a model.
+Compare the files that it writes before and after a change to what every model passes
+through: they show each layer that has moved to another dtype, and each product whose
+operands have.
 """
 
 import os

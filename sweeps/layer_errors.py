@@ -1,8 +1,8 @@
 """The errors of one layer in half precision, against the same layer in float32.
 
-The tolerance of a result is 6 sqrt(n) (u m + s), m being the largest magnitude of the
-float32 result: u is the dtype's unit roundoff, s its smallest number, and n = 8 the
-number of roundings to it in a row. Rounding errors are nearly independent, so n of them
+The tolerance of a result is 6 sqrt(n) (u m + s): m is the largest magnitude of the
+float32 result, u the dtype's unit roundoff, s its smallest number, and n = 8 the number
+of roundings to it in a row. Rounding errors are nearly independent, so n of them
 in a row add up to about sqrt(n) u and, but for one result in 10^7, to no more than
 6 sqrt(n) u (Higham and Mary, A new approach to probabilistic rounding error analysis,
 2019, Theorem 2.4: beyond lambda sqrt(n) u with a probability of at most

@@ -53,7 +53,7 @@ def sweep(arguments: Any) -> None:
     from sweeps.gradients import MODES
     from sweeps.layer_cases import cases
 
-    # Ours about a lower loss scale, and Keras' about hard inputs.
+    # We warn about a lower loss scale, and Keras about hard inputs.
     warnings.simplefilter("ignore")
     backend = keras.backend.backend()
     ours = {"float16": keras_mp.MixedFloat16(), "bfloat16": keras_mp.MixedBFloat16()}
@@ -78,7 +78,7 @@ def _measured(case: Any, ours: dict[str, Any], modes: Any) -> dict[str, Any]:
     for mode in set(MODES) & set(modes):
         try:
             expected[mode] = run(case, twin, mode)
-        except Exception:  # Like text under XLA: then there is nothing to compare.
+        except Exception:  # Such as text under XLA: there is nothing to compare.
             continue
     fitted = "fit" in modes and fits(case) and fit(case, "float32").status == "ok"
     results: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def _by_mode(
 
     try:
         layer = built(case, policy, twin)
-    except Exception as error:  # Its first call fails already.
+    except Exception as error:  # Even its first call fails.
         failed = Outcome("raises", message=first_line(error))
         return dict.fromkeys(expected, failed)
     return {m: outcome(case, dtype, layer, x, m) for m, x in expected.items()}

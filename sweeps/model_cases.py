@@ -81,7 +81,7 @@ def _application(name: str, dtype: Any) -> Any:
 def _cloned(model: Any, dtype: Any) -> Any:
     def clone(layer: Any) -> Any:
         config = layer.get_config()
-        # Operations, like `ops.add` in ConvNeXt, stand in a graph as layers do.
+        # Operations, like `ops.add` in ConvNeXt, are in a graph as layers are.
         is_layer = isinstance(layer, keras.layers.Layer)
         if is_layer and not isinstance(layer, keras.layers.InputLayer):
             config["dtype"] = dtype
@@ -432,7 +432,7 @@ def inputs(model: Any, batch: int = BATCH) -> Any:
 
 def _input(tensor: Any, batch: int, draw: np.random.Generator) -> np.ndarray:
     shape = [batch, *(TOKENS if n is None else n for n in tensor.shape[1:])]
-    if tensor.name == "masks":  # Of SAM: four times as fine as its image's embedding.
+    if tensor.name == "masks":  # SAM's: four times as fine as its image's embedding.
         shape[1:4] = 1, 8, 8
     if keras.backend.is_float_dtype(tensor.dtype):
         return draw.random(shape, "float32")

@@ -222,7 +222,7 @@ def _prints(variables: Any) -> list[int]:
 def _take_statistics_from_the_batch(model: Any) -> None:
     """Sets a momentum of 0, so that one step trains the statistics.
 
-    With untrained ones deep residual networks overflow at inference, in float32, too.
+    With untrained ones deep residual networks overflow at inference, even in float32.
     """
     for layer in layers_in(model):
         if isinstance(layer, keras.layers.BatchNormalization):

@@ -1,7 +1,7 @@
 """The sweep over whole models: `python -m sweeps.models`, or `make sweep-models`.
 
 Every model of `model_cases.py`, made mixed in each way, goes through the checks of
-`model_checks.py`. A scratch file takes each row at once, so that a sweep that was cut
+`model_checks.py`. Each row goes to a scratch file at once, so that a sweep that was cut
 off goes on where it stopped.
 """
 

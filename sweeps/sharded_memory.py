@@ -66,7 +66,7 @@ def _train(rank: int, count: int, port: int, results: Any) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return sum(map(_bytes, tensors)) / MEGABYTE, peak - before
 
-    train(8)  # Whatever torch loads for a first step is there from here on.
+    train(8)  # From here on, whatever torch loads for a first step is in memory.
     held, peak = train(WIDTH)
     if rank == 0:
         results.put((held, peak))

@@ -21,10 +21,10 @@ class Case(NamedTuple):
         batch: examples.
         inputs: shape and dtype of one example, or of each input by its name.
         target: the same of one target; integers are classes.
-        depth: of a decoder that is written by hand, too.
+        depth: of a decoder that is also written by hand.
         devices: names of the devices that it is compiled for.
-        options: of XLA.
-        package: what it needs beside Keras.
+        options: those of XLA.
+        package: what it needs besides Keras.
         own_losses: whether its `compile` knows its losses.
     """
 
@@ -66,8 +66,8 @@ class Case(NamedTuple):
 IDS, IMAGES = ((LENGTH,), "int32"), ((224, 224, 3), "float32")
 CLASS = ((), "int32")
 # XLA tries Triton's tiles on the GPU; without one it takes some that do not fit the 197
-# rows of ViT or the channels of SegFormer, and fails. All products of it are cuBLAS's
-# then, under every policy.
+# rows of ViT or the channels of SegFormer, and fails. With this option cuBLAS makes all
+# products, under every policy.
 NO_TRITON = (("xla_gpu_enable_triton_gemm", False),)
 
 

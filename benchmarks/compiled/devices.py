@@ -14,8 +14,8 @@ class Device(NamedTuple):
     Attributes:
         name: in tables.
         platform: "gpu" or "tpu".
-        plugin: the module without which XLA cannot.
-        half: the policy that is for it.
+        plugin: the module that XLA needs for it.
+        half: the policy that is made for it.
         bandwidth: of its memory, bytes a second.
         peak: of products, operations a second, by whether an operand is float32.
         environment: variables for the process.
@@ -35,7 +35,7 @@ class Device(NamedTuple):
         return importlib.util.find_spec(self.plugin) is not None
 
     def sharding(self) -> Any:
-        """That of arrays on it."""
+        """The sharding of arrays on it."""
         import jax
         from jax.experimental import topologies
 

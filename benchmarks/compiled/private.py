@@ -13,7 +13,7 @@ from benchmarks.compiled.devices import Device
 
 @contextlib.contextmanager
 def as_if_there(device: Device, sharding: Any) -> Iterator[None]:
-    """Answers for the device what Keras and JAX ask of this process at the trace.
+    """Makes Keras and JAX see the device when they trace, instead of this process' own.
 
     They choose fused attention by it. keras_mp does not ask.
     """

@@ -1,7 +1,7 @@
 """The least time that a compiled program can take on a device, kernel by kernel.
 
-A kernel takes max(operations / peak, bytes / bandwidth), and a loop's body as often as
-it runs: the roofline of Williams et al. (2009). Nothing overlaps.
+A kernel takes max(operations / peak, bytes / bandwidth), a loop's body that much each
+time it runs: the roofline of Williams et al. (2009). Nothing overlaps.
 """
 
 import math
@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a program takes: at least so many seconds; and its products."""
+    """The least seconds that a program takes, and its products."""
 
     seconds: float
     products: list[Product]
@@ -95,7 +95,7 @@ class _Program:
                 yield instruction, where, times
 
     def products(self, instruction: _Instruction, where: str) -> Iterator[Product]:
-        """Those of an instruction and of what it calls."""
+        """The products of an instruction and of what it calls."""
         found = self._product(instruction, where)
         if found:
             yield found
@@ -141,9 +141,9 @@ class _Program:
     def _untouched(
         self, instruction: _Instruction, body: str, sizes: dict[str, int]
     ) -> int:
-        """Lessens `sizes` to what a fusion reads; returns what it does not write.
+        """Reduces `sizes` to what a fusion reads; returns what it does not write.
 
-        Of what it slices, gathers from, or scatters into in place, it touches a part.
+        It touches only part of what it slices, gathers from or scatters into in place.
         """
         untouched = 0
         inner = self._computations[body]
@@ -176,7 +176,7 @@ class _Program:
 
 
 def _of_convolution(rest: str, labels: tuple[str, ...], sides: dict) -> float:
-    """The operations of a convolution, or of one of its gradients: all three alike.
+    """The operations of a convolution, or of one of its gradients, which has as many.
 
     cuDNN's gradients name the output of the forward pass among their operands.
     """
@@ -190,7 +190,7 @@ def _of_convolution(rest: str, labels: tuple[str, ...], sides: dict) -> float:
 
 
 def _arguments(rest: str) -> str:
-    """What stands between the parentheses of a call, the first of which is open."""
+    """The text between the parentheses of a call; the first one is open already."""
     depth = 1
     for end, character in enumerate(rest):
         depth += {"(": 1, ")": -1}.get(character, 0)

@@ -21,7 +21,7 @@ from keras_mp.seams import uninstall
 def read_step(case: Case, device: Device, way: str) -> Record:
     """The least seconds of a step, its peak of memory in bytes, and its products.
 
-    For plain Keras it takes the seams out, and leaves them out: Keras traces later.
+    For plain Keras it removes the seams, and leaves them out: Keras traces later.
     """
     sharding = device.sharding()
     if way == BY_HAND:
@@ -41,7 +41,7 @@ def read_step(case: Case, device: Device, way: str) -> Record:
     cost = cost_of(program.as_text(), device)
     seconds = cost.seconds
     if device.platform == "tpu":
-        # Its transfers go on beside its products: the whole program's, as XLA counts.
+        # Transfers overlap with products, so XLA's counts for the whole program apply.
         whole = program.cost_analysis()
         moved = whole["bytes accessed"] / device.bandwidth
         seconds = max(whole["flops"] / device.peak[False], moved)

@@ -12,10 +12,10 @@ FINITE_STEPS = 3
 TOLERANCE = 0.003
 """The largest error of the weights' change and of the moments, relative to their norm.
 
-Rounding in float32 makes 1e-6 of the moments. It makes more of the weights: where a
-gradient is as small as its rounding, Adam takes a whole step in either direction, which
-was 5e-4 of the norm. A loss scale that stays in, or a missing step, makes more than a
-tenth.
+Rounding in float32 makes an error of 1e-6 in the moments. It makes more in the weights:
+if a gradient is as small as its rounding, Adam takes a whole step in either direction,
+which was 5e-4 of the norm. A loss scale that stays in, or a missing step, makes more
+than a tenth.
 """
 
 
@@ -84,7 +84,7 @@ class Reference:
             ("second moments", our_moments[half:], moments[half:], moments[half:]),
         ):
             off = _norm([a - b for a, b in zip(found, expected, strict=True)])
-            # In this form nan is too much.
+            # Written like this, nan counts as too much.
             if not off <= TOLERANCE * _norm(size):
                 share = off / _norm(size)
                 return f"the {what} are off by {share:.2g} of what they should be"

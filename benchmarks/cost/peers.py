@@ -1,4 +1,4 @@
-"""The peers: who scales losses, the released packages beside ours, and their steps."""
+"""The peers: released packages that scale losses, besides ours, and their steps."""
 
 import importlib
 import importlib.util
@@ -57,7 +57,7 @@ class Step(Protocol):
     """A training step with a state of its own."""
 
     def run(self, steps: int, nonfinite: bool = False) -> None:
-        """Takes steps with the same batch, and waits for the last one alone.
+        """Takes steps with the same batch, and waits only for the last one.
 
         Args:
             steps: how many.
@@ -90,7 +90,7 @@ def steps_on(backend: str) -> Steps:
 
 
 def keras_optimizer(wrapper: Any, model: Any) -> tuple[Any, Any]:
-    """Keras' Adam, and what wraps it, built for a model; Adam twice for None."""
+    """Keras' Adam and its wrapper, built for a model; without a wrapper, Adam twice."""
     adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
     optimizer = adam if wrapper is None else wrapper(adam, initial_scale=SCALE)
     optimizer.build(model.trainable_variables)

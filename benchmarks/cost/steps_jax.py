@@ -77,7 +77,7 @@ class JaxStep:
 
 
 class KerasAdam(JaxStep):
-    """Without loss scaling."""
+    """Keras' Adam without loss scaling."""
 
     wrapper: Any = None
 
@@ -143,7 +143,7 @@ class Ours(KerasAdam):
 
 
 class OptaxAdam(JaxStep):
-    """Without loss scaling. The state is (optax's, that of the loss scale)."""
+    """optax's Adam without loss scaling; the state is (optax's, the loss scale's)."""
 
     def initial(self, trainable: Any) -> Any:
         import optax

@@ -12,7 +12,7 @@ from benchmarks.cost.peers import keras_optimizer, moments_of
 
 
 class KerasAdam:
-    """Without loss scaling: a `tf.function`, with XLA or without."""
+    """Keras' Adam without loss scaling: a `tf.function`, with XLA or without."""
 
     wrapper: Any = None
 

@@ -45,7 +45,7 @@ def measure(
         for p in PEERS
         if p.name in peers
         and backend in p.backends
-        # Only users of Keras train without jit.
+        # Only Keras users train without jit.
         and (p.family == "keras" or chosen.jit)
     ]
     maker = _Maker(case, steps_on(backend), smallest)
@@ -61,8 +61,8 @@ def measure(
         if step is not None:
             steps[peer.name] = step
     families = dict.fromkeys(p.family for p in wanted if p.name in steps)
-    # Made last, and not the reference again: on CPUs what a process made first was up
-    # to a third faster, and the reference as the base was 5 % slower than its copy.
+    # New ones, made last: on CPUs what a process made first was up to a third faster,
+    # and the reference as the base was 5 % slower than its copy.
     unscaled = {f: (maker.unscaled(f), maker.unscaled(f)) for f in families}
     controls = {}
     ready()
@@ -98,7 +98,7 @@ def measure(
 def _progress_of(
     progress: Callable[[float], object], number: int, families: int, part: float
 ) -> None:
-    # The first half is to make and check the steps.
+    # Making and checking the steps is the first half.
     progress(0.5 + 0.5 * (number + part) / families)
 
 

@@ -1,6 +1,6 @@
 """Counts what torch runs: operations that are no views, their bytes, and waits.
 
-On CPUs, whose kernels are as many as a GPU's; no clock is read.
+It counts on CPUs, which run as many kernels as a GPU, and reads no clock.
 """
 
 import weakref
@@ -77,7 +77,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _tensors(structure: Any) -> list[torch.Tensor]:
-    # No library's: a reference that one keeps makes torch copy a gradient.
+    # Our own code: a reference that a library keeps makes torch copy a gradient.
     if isinstance(structure, torch.Tensor):
         return [structure]
     if isinstance(structure, dict):

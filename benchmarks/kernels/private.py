@@ -18,10 +18,10 @@ _PRODUCTS = ("matmul", "einsum", "tensordot", "dot", "inner", "outer", "vdot")
 
 @contextlib.contextmanager
 def products_as_on_a_gpu() -> Iterator[None]:
-    """Lets products have half-precision operands, as on a GPU.
+    """Makes products have half-precision operands, as on a GPU.
 
-    On CPUs Keras multiplies float16 in float32, two casts a product. It asks for the
-    device in the function itself. And heads stay in float32 there.
+    On CPUs Keras multiplies float16 in float32, with two casts per product. It looks at
+    the device inside the function. And heads stay in float32 there.
     """
 
     def as_on_a_gpu(function: Any) -> Any:
@@ -55,7 +55,7 @@ _FREE = {
 
 
 def is_wait(operation: Any) -> bool:
-    """Does a tensor become a number of Python's? The device has to be waited for."""
+    """Does a tensor become a Python number? Then Python waits for the device."""
     return operation.overloadpacket.__name__ == "_local_scalar_dense"
 
 

@@ -106,7 +106,7 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def _seams(way: str) -> Iterator[None]:
-    """Takes ours out of Keras meanwhile, but for our own step."""
+    """Removes our seams from Keras for a while, except for our own step."""
     if way != OURS:
         uninstall()
     try:
@@ -116,7 +116,7 @@ def _seams(way: str) -> Iterator[None]:
 
 
 def count_step(case: KernelCase, way: str) -> Count:
-    """Counts the second step of a case, in one of `WAYS`; but "float32" in float16."""
+    """Counts the second step of a case in one of `WAYS`; in float16, or "float32"."""
     x, y = _batch(case)
     with products_as_on_a_gpu():
         step = (_of_torch if way == AMP else _of_keras)(case, way, x, y)

@@ -70,7 +70,7 @@ def measure(
 
 
 class _Training:
-    """A model that is compiled once and trained anew with each seed."""
+    """A model that is compiled once and trained from the start with each seed."""
 
     def __init__(self, task: Task, way: str, data: Data, epochs: int) -> None:
         self._task, self._data, self._epochs = task, data, epochs
@@ -88,7 +88,7 @@ class _Training:
             self._state = [keras.ops.convert_to_numpy(v) for v in optimizer.variables]
         for variable, value in zip(optimizer.variables, self._state, strict=True):
             variable.assign(value)
-        # Drawn in float32: other numbers come out of a draw in bfloat16.
+        # Drawn in float32, because a draw in bfloat16 gives other numbers.
         model, *_ = _built(self._task, keras.DTypePolicy("float32"), seed)
         self._model.set_weights(model.get_weights())
 
@@ -111,7 +111,7 @@ class _Training:
 
     @property
     def skipped_steps(self) -> int | None:
-        """Of the last training; None if nothing counts them."""
+        """The skipped steps of the last training; None if nothing counts them."""
         skipped = getattr(self._model.optimizer, "skipped_steps", None)
         return None if skipped is None else int(skipped)
 

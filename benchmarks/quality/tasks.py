@@ -38,8 +38,8 @@ class Task(NamedTuple):
         data: () -> the data, the same at each call.
         build: () -> the model, its optimizer, and what else `compile` takes.
         batch, epochs: of the training.
-        controls: policies of Keras' own to train with, too, without this package.
-        package: what has the model.
+        controls: policies of Keras' own to train with as well, without this package.
+        package: the one that has the model.
     """
 
     name: str
@@ -98,7 +98,7 @@ def _digits_mlp() -> Any:
 # Python's own standard library, character by character and word by word -------------
 
 LENGTH, CHARACTERS = 64, 98
-# With a width of 64 it is a head whose operands are half precision.
+# With a width of 64 this makes a head whose operands are half precision.
 WORDS = 4096
 FILES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "doctest.py",
          "inspect.py", "pdb.py", "subprocess.py", "tarfile.py", "threading.py",
@@ -123,7 +123,7 @@ def _words() -> Data:
 
 
 def _word_ids() -> tuple[list[int], list[int]]:
-    """Of the library, and of Python's manual: the most frequent; 0 is for the rest."""
+    """The ids of the most frequent words in library and manual; 0 for the rest."""
     texts = _standard_library(), "\n".join(topics.values())
     # Words, punctuation marks and newlines.
     words = [re.findall(r"\w+|[^\w\s]|\n", text) for text in texts]
@@ -201,7 +201,7 @@ def _without_lora(model: Any) -> list[Any]:
 
 @functools.cache
 def _weights_of_the_library() -> list[np.ndarray]:
-    """Of one epoch in float32."""
+    """The weights after one epoch in float32."""
     with keras_mp.policy_scope("float32"):
         model = _gemma(lora=False)
     model.compile(keras.optimizers.AdamW(3e-3), **_TOKENS)

@@ -33,7 +33,7 @@ def compilations(case: str, smallest: bool) -> dict[str, Any]:
     makers[""] = steps.unscaled["keras"]
     ratios: dict[str, list[float]] = {}
     order = random.Random(0)
-    # The first round is small and does not count: it does what Python does only once.
+    # The first round is small and not counted: it covers what Python does only once.
     for small in (True, *[smallest] * (1 if smallest else rounds)):
         times = {
             name: _stages(makers[name](problem(small), True))
@@ -56,7 +56,7 @@ def _stages(step: Any) -> dict[str, float]:
     arguments = step.arguments()
     jax.clear_caches()
     gc.collect()
-    gc.disable()  # It would run in one of the steps and not in the other.
+    gc.disable()  # It might run in one of the steps and not in the other.
     try:
         start = time.process_time()
         traced = step.step.trace(*arguments)

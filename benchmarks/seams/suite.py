@@ -47,8 +47,8 @@ def measure(
         progress, ready: see `Suite.measure`.
 
     Yields:
-        One record: `ratios` over Keras without keras_mp, of pairs with `control` and
-        whether it is `conclusive`; or `seconds`.
+        One record: `ratios` over Keras without keras_mp, for pairs also the `control`
+        and whether it is `conclusive`; or `seconds`.
     """
     if case == "layer-call":
         found = _in_pairs(_layer_calls(), seconds, progress, ready)
@@ -106,7 +106,7 @@ def _layer_calls() -> dict[str, Callable[[int], None]]:
             install()
 
     def with_seams(number: int) -> None:
-        # The others switch the seams, too: so the cost of that is on both sides.
+        # The others switch the seams as well, so both sides pay for that.
         uninstall()
         install()
         calls(number)
@@ -120,10 +120,10 @@ def _layer_calls() -> dict[str, Callable[[int], None]]:
 def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
     """Epochs of `fit`, with and without what keras_mp does there.
 
-    All with one model: its place in memory alone made a hundredth of a step.
+    All use one model, because its place in memory alone changed a step by a hundredth.
     """
     keras.utils.set_random_seed(0)
-    # So many steps that what `fit` does once an epoch is next to nothing.
+    # Enough steps to make what `fit` does once an epoch next to nothing.
     side, steps, batch = (4, 2, 2) if smallest else (32, 20, 16)
     filters, stages = (2, 1) if smallest else (16, 2)
     model = models.convolutions(side, filters, stages, classes=10)
@@ -151,7 +151,7 @@ def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
 
     def made(with_seams: bool = True, callbacks: Sequence[Any] = ()) -> Any:
         if not with_seams:
-            # The train function keeps what it is made of when they are back.
+            # The train function stays as it was made, even when the seams are back.
             uninstall()
         try:
             fit(None, callbacks, 1)
@@ -205,12 +205,12 @@ def _with_keras(ended: contextlib.ExitStack) -> subprocess.Popen:
 
 SUITE = Suite(
     "seams",
-    # The next case prepares while one is timed: those that take long are side by side.
+    # The next case prepares while one is timed, so long ones follow each other.
     [
         {"case": case, "backend": backend}
         for case in CASES
         for backend in BACKENDS
-        # JAX alone can trace and compile a step without running it.
+        # Only JAX can trace and compile a step without running it.
         if case not in ROUNDS or backend == "jax"
     ],
     measure,

@@ -46,7 +46,7 @@ PEAKS = {
 
 
 def peak(device: str, precision: str) -> float | None:
-    """Operations a second at most; None for a device that is not in the table.
+    """The most operations a second; None for a device that is not in the table.
 
     Args:
         device: its name.
@@ -68,7 +68,7 @@ def peak(device: str, precision: str) -> float | None:
 def is_nvidia_here() -> bool:
     """Whether the machine has an NVIDIA GPU.
 
-    No framework is asked: it would take memory of the device.
+    It asks no framework, which would take memory on the device.
     """
     driver = pathlib.Path("/proc/driver/nvidia/version").exists()
     return driver or shutil.which("nvidia-smi") is not None

@@ -32,8 +32,8 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "vit": _of_torchvision("vit_b_16"),
     "resnet50": _of_torchvision("resnet50"),
 }
-"""Name of the case -> its sizes -> the network. The real sizes alone: torchvision has
-no small ones."""
+"""Name of the case -> its sizes -> the network. Only the real sizes: torchvision has no
+small ones."""
 
 
 class AmpTrainer:
@@ -64,7 +64,7 @@ class AmpTrainer:
         return sum(x.numel() * x.element_size() for x in state)
 
     def run(self, steps: int) -> None:
-        """Takes steps, and waits for the last one alone."""
+        """Takes steps, and waits only for the last one."""
         for _ in range(steps):
             self._optimizer.zero_grad()
             with torch.autocast(self._device, torch.float16):

@@ -95,7 +95,7 @@ class _Setting:
     def trainer(self, batch: int) -> tuple[Any, float]:
         """A trainer, and the operations of the forward pass for one example.
 
-        For plain Keras it takes the seams out, and leaves them out.
+        For plain Keras it removes the seams, and leaves them out.
         """
         keras.utils.set_random_seed(0)
         data = self.case.data(batch, **self.sizes)
@@ -245,7 +245,7 @@ def _environment(about: Mapping[str, str]) -> dict[str, str]:
         "XLA_PYTHON_CLIENT_MEM_FRACTION": str(FRACTION),
     }
     if about["precision"] == "float32":
-        # The switch of NVIDIA's libraries, beside those of the frameworks.
+        # The switch of NVIDIA's libraries, in addition to those of the frameworks.
         variables["NVIDIA_TF32_OVERRIDE"] = "0"
     return variables
 

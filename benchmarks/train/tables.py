@@ -44,7 +44,7 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
 
 
 def is_measured(on: str, backend: str, precision: str) -> bool:
-    """On CPUs only what they have; `torch.amp` on torch alone."""
+    """On CPUs only what they have; `torch.amp` only on torch."""
     if on == "cpu" and precision in ON_GPUS_ALONE:
         return False
     return precision != TORCH_AMP or backend == "torch"

@@ -12,7 +12,7 @@ from keras_mp.loss_scaling.optimizer import loss_scaling_of
 
 
 def first_steps_of(optimizer: Any) -> int:
-    """In so many first steps ours waits for the device, to take a skipped one again."""
+    """In this many first steps ours waits for the device, to repeat a skipped one."""
     return getattr(optimizer, "retake_steps", 0)
 
 
@@ -49,7 +49,7 @@ class JaxTrainer:
         return sum(x.nbytes for part in self._state for x in part)
 
     def run(self, steps: int) -> None:
-        """Takes steps, and waits for the last one alone."""
+        """Takes steps, and waits only for the last one."""
         for _ in range(steps):
             _, self._state = self._step(self._state, self._batches)
         self._wait(self._state)

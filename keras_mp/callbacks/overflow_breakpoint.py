@@ -134,7 +134,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
         command = f"keras-mp replay {shlex.quote(os.fspath(shown))}"
         if saved.model == WEIGHTS:
             command += (
-                " --script SCRIPT (the weights alone could be saved: its `build()` has "
+                " --script SCRIPT (only the weights could be saved: its `build()` has "
                 "to return the compiled model)"
             )
         show_message(

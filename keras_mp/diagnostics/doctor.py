@@ -27,7 +27,7 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 class Product(NamedTuple):
     """How long a matrix product takes in a dtype."""
 
-    dtype: str  # Of both matrices and of the result.
+    dtype: str  # Both matrices and the result have it.
     seconds: float | None = None  # The median.
     # The median of float32 divided by this one.
     speedup: float | None = None
@@ -49,10 +49,10 @@ class Product(NamedTuple):
 class Examination(NamedTuple):
     """What `examine` has found; prints as a table."""
 
-    versions: dict[str, str]  # Of Python and of each package.
+    versions: dict[str, str]  # Python's and each package's.
     driver: str  # The version of the NVIDIA driver; empty if there is none.
     recommended: Recommendation
-    side: int  # Of the square matrices that were multiplied.
+    side: int  # Rows of the square matrices that were multiplied.
     products: tuple[Product, ...]  # One for each dtype.
     missing: tuple[str, ...]  # What is not installed, and what to do about it.
 

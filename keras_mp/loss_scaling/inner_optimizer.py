@@ -82,7 +82,7 @@ def ever_accumulates(inner: Any) -> bool:
 def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
     """What an update writes by `assign`; None if it may write something else.
 
-    Keras' own code writes by `assign` alone.
+    Keras' own code writes only by `assign`.
     """
     rates = [private.learning_rate(part) for part in parts_of(inner)]
     constraints = [getattr(v, "constraint", None) for v in variables]

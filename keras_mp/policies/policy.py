@@ -147,7 +147,7 @@ class MixedFloat16(ChoosingPolicy):
 
     Raises:
         TypeError, ValueError: for an entry of `float32` that is none of these; for a
-            `recompute_logits` that is no bool.
+            `recompute_logits` that is not a bool.
 
     Example:
 

@@ -11,7 +11,7 @@ _PARTS = ("x", "y", "sample_weight")
 class Batch(NamedTuple):
     """A batch of a train step, for a file."""
 
-    # Of NumPy's own dtypes; `x/0` and `x/mask` are parts of a structure `x`.
+    # They have NumPy's own dtypes; `x/0` and `x/mask` are parts of a structure `x`.
     arrays: dict[str, np.ndarray]
     # The structure whose leaves are these arrays, as JSON stores it.
     structure: Any

@@ -104,7 +104,7 @@ class Comparison:
         calls = Calls()
         watch = calls.shown_to if every else None
         with same_draws_in_every_dtype():
-            # Not compiled: each choice of layers would be compiled anew.
+            # Not compiled: each choice of layers would be compiled again.
             found = gradients_of(self._model, self._batch, 1.0, watch)
         if every:
             self._layers = {path: layer_of(made) for path, made in calls.made}

@@ -28,7 +28,7 @@ _POWERS = range(LOWEST_SCALE, HIGHEST_SCALE + 1)
 class Measured:
     """The range of one tensor in float32."""
 
-    path: str  # Of the layer or variable.
+    path: str  # The path of the layer or variable.
     kind: str  # "output", "activation gradient" or "gradient".
     range: Range  # With a loss scale of 1.
     half: bool  # Is it in half precision under the policy?

@@ -167,7 +167,7 @@ class _Rounding:
 def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity]:
     """Outputs and unscaled gradients of one batch; see `gradients_of`."""
     with same_draws_in_every_dtype():
-        # Not compiled: each choice of layers would be compiled anew.
+        # Not compiled: each choice of layers would be compiled again.
         found = gradients_of(model, batch, scale)
     gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return [

@@ -4,7 +4,7 @@ Reads the source and runs nothing but `get_config`. Without a source, as for a c
 typed into a console, it finds nothing.
 
 Keras stores a layer's policy in its config. A custom class may leave it out, and the
-layers that its `__init__` makes are made anew when the file is opened: both then have
+layers that its `__init__` makes are made again when the file is opened: both then have
 the global policy of the process that opens it. (Sequential and Functional models keep
 the policies of their layers, and compute nothing themselves.)
 """

@@ -43,7 +43,7 @@ class Picture(Figure):
         FigureCanvasAgg(self)
 
     def captioned(self, caption: str, characters: int, inches: float) -> Figure:
-        """The figure with a caption below, in lines of so many characters."""
+        """The figure with a caption below, in lines of that many characters."""
         text = textwrap.fill(caption, characters)
         self.text(0.015, 0.02, text, fontsize=9.5, va="bottom")
         self.tight_layout(rect=(0, inches / self.get_figheight(), 1, 1), w_pad=3)
