@@ -77,9 +77,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_scale: the scale never rises above this; at most 2**126.
         hysteresis: non-finite steps in a row before the scale backs off.
         max_consecutive_skips: raise `TrainingDivergedError` after this many skipped
-            steps in a row; None never raises. `fit` looks as rarely, but at
-            least every hundred steps, so that steps need not wait for the device; it
-            never misses twice as many. In compiled loops, call `raise_if_diverged`.
+            steps in a row; None never raises. `fit` looks once in this many steps, or
+            in a hundred, so that steps need not wait for the device; it never misses
+            twice as many. In compiled loops of your own call `raise_if_diverged`.
         retake_steps: in this many first steps, `fit` and `train_on_batch` repeat a
             skipped step with the same batch, at the lower scale, until it is applied:
             no batch is lost to the first scale. Each of these steps waits for the
