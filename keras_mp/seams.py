@@ -500,6 +500,8 @@ def _add_slot(original: Callable) -> Callable:
 
 def _apply(original: Callable) -> Callable:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)  # Read more than once.
         unscaled.look(self, trainable_variables)
         lost.look(self, trainable_variables)
         updated = trainable_variables or private.own_trainable(self)

@@ -75,6 +75,18 @@ def test_a_plain_optimizer_is_named_once_with_the_lines_that_mend_it():
         assert part in str(warning.message)
 
 
+def test_it_reads_variables_that_can_be_read_once():
+    model = model_of("mixed_float16")
+    optimizer = keras.optimizers.SGD(0.1)
+    variables = model.trainable_variables
+    optimizer.build(variables)
+    grads = [ops.ones(v.shape) for v in variables]
+    with pytest.warns(UserWarning, match="updates layers"):
+        optimizer.apply(grads, (v for v in variables))
+    # A bias is 0 before.
+    np.testing.assert_allclose(ops.convert_to_numpy(variables[1]), -0.1)
+
+
 def test_the_lines_that_it_names_mend_it():
     model = model_of("mixed_float16")
     optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(1e8))
