@@ -15,6 +15,7 @@ BACKENDS = ("jax", "tensorflow", "torch")
 _PACKAGES = {
     "matplotlib": ("matplotlib", '"keras_mp[plots]"'),
     "rich": ("rich", "rich"),
+    "scipy": ("scipy", '"keras_mp[plots]"'),
     "sklearn": ("scikit-learn", '"keras_mp[demo]"'),
 }
 

@@ -19,7 +19,7 @@ from workplace import block
 import keras_mp
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.diagnostics.comparison import spread
+from keras_mp.diagnostics.comparison import judgement
 from keras_mp.diagnostics.comparison.report import Comparison
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.comparison.training import Training
@@ -68,7 +68,7 @@ def test_the_same_policy_twice_gives_the_same_numbers():
     assert first.losses == again.losses and len(first.losses) == 2
     assert first.metrics == again.metrics and set(first.metrics) == {"loss", "mae"}
     assert first.losses != other.losses
-    assert found.difference("float32 #2", "loss").verdict == spread.SAME
+    assert found.difference("float32 #2", "loss").verdict == judgement.SAME
     assert first.seconds_per_step > 0
     if BACKEND == "jax":
         # Weights and Adam's moments, all of them in and out of the step in place.
@@ -243,19 +243,18 @@ def spoiled(spoil, **kwargs):
 
 
 @pytest.mark.trains_many
-def test_a_planted_degradation_is_beyond_the_spread():
+def test_a_planted_degradation_is_found():
     def spoil(x, dtype, training):
         return x if training or dtype != "float16" else x + 10
 
-    found = compare(spoiled(spoil), policies=THREE, seeds=2)
-    worse = found.difference("mixed_float16", "loss")
-    assert worse.verdict == spread.BEYOND and worse.mean > 1
-    assert found.difference("mixed_bfloat16", "loss").verdict == spread.WITHIN
+    found = compare(spoiled(spoil), policies=THREE, seeds=5)
+    worse = found.difference("mixed_float16", "mae")
+    assert worse.verdict == judgement.DIFFERS and worse.interval[0] > 1
+    same = found.difference("mixed_bfloat16", "mae")
+    assert same.verdict == judgement.UNCLEAR and abs(same.mean) < 0.01
     first, second = found.sentences[:2]
-    assert re.match(
-        "mixed_float16: loss is .* higher, beyond the spread over 2 ", first
-    )
-    assert second == "mixed_bfloat16: loss and mae are within the spread over 2 seeds."
+    assert re.match(r"mixed_float16: mae differs: .* higher \(95%: \+", first)
+    assert second.startswith("mixed_bfloat16: no clear difference in loss (95%: -")
 
 
 @pytest.mark.trains_many
@@ -293,7 +292,7 @@ def test_a_loss_that_ends_as_nan_has_diverged():
     found = compare(spoiled(spoil), policies=("float32", "mixed_bfloat16"), seeds=1)
     assert found.trainings[1].diverged == "the loss is nan"
     assert math.isnan(found.values("mixed_bfloat16", "mae")[0])
-    assert found.difference("mixed_bfloat16", "mae").verdict == spread.NOTHING
+    assert found.difference("mixed_bfloat16", "mae").verdict == judgement.NOTHING
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -345,45 +344,66 @@ def test_policies_of_one_name_are_distinguished():
 # The rule, on made-up numbers -----------------------------------------------------
 
 
+STUDENTS_T = {2: 12.706, 3: 4.303, 5: 2.776}  # of a table: 95 %, by the seeds
+
+
 @pytest.mark.parametrize(
-    ("base", "other", "mean", "size", "verdict"),
+    ("base", "other", "mean", "deviation", "verdict"),
     [
-        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.0, 1.0, spread.SAME),
-        ([1.0, 2.0, 3.0], [2.0, 3.0, 4.0], 1.0, 1.0, spread.WITHIN),
-        ([1.0, 2.0, 3.0], [2.5, 3.5, 4.5], 1.5, 1.0, spread.BEYOND),
-        ([1.0, 2.0, 3.0], [-0.5, 0.5, 1.5], -1.5, 1.0, spread.BEYOND),
-        ([1.0, 2.0, 3.0], [0.5, 4.0, 6.5], 5 / 3, 1.0, spread.UNCLEAR),
-        ([2.0, 2.0], [2.5, 2.5], 0.5, 0.0, spread.BEYOND),
-        ([1.0], [1.5], 0.5, None, spread.NO_SPREAD),
-        ([1.0], [1.0], 0.0, None, spread.SAME),
-        ([1.0, 2.0, math.nan], [2.0, 3.0, 9.0], 1.0, 0.5**0.5, spread.BEYOND),
-        ([1.0, 2.0], [math.inf, 2.5], 0.5, None, spread.NO_SPREAD),
-        ([math.nan], [1.0], math.nan, None, spread.NOTHING),
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.0, 0.0, judgement.SAME),
+        ([1.0, 2.0, 3.0], [1.2, 2.3, 3.4], 0.3, 0.1, judgement.DIFFERS),
+        ([1.0, 2.0, 3.0], [0.8, 1.7, 2.6], -0.3, 0.1, judgement.DIFFERS),
+        ([1.0, 2.0, 3.0], [1.1, 2.2, 3.3], 0.2, 0.1, judgement.UNCLEAR),
+        ([2.0] * 5, [2.1, 2.3, 2.2, 2.2, 2.2], 0.2, 0.0707107, judgement.DIFFERS),
+        ([1.0], [1.5], 0.5, None, judgement.ONE_SEED),
+        ([1.0], [1.0], 0.0, None, judgement.SAME),
+        ([1.0, 2.0, math.nan], [2.0, 3.1, 9.0], 1.05, 0.0707107, judgement.DIFFERS),
+        ([1.0, 2.0], [math.inf, 2.5], 0.5, None, judgement.ONE_SEED),
+        ([1.0, None], [None, 2.0], math.nan, None, judgement.NOTHING),
     ],
 )
-def test_a_difference_is_judged_by_the_spread_of_the_base(
-    base, other, mean, size, verdict
-):
-    found = spread.difference(base, other)
+def test_a_difference_is_judged_by_students_t(base, other, mean, deviation, verdict):
+    found = judgement.difference(base, other)
     assert found.mean == pytest.approx(mean, nan_ok=True)
-    assert found.spread == (None if size is None else pytest.approx(size))
+    count, half = len(found.of_seeds), None
+    if deviation is not None:
+        half = pytest.approx(STUDENTS_T[count] * deviation / count**0.5, rel=1e-3)
+    assert found.half_width == half
     assert found.verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("seeds", "share"), [(2, 2 / 5), (3, 1 / 5), (5, 1 / 20), (10, 0)]
-)
-def test_chance_alone_is_called_beyond_as_rarely_as_the_docstring_says(seeds, share):
-    draws = np.random.default_rng(seeds).normal(size=(4000, 2, seeds))
-    beyond = [spread.difference(*pair).verdict == spread.BEYOND for pair in draws]
-    assert np.mean(beyond) == pytest.approx(share, abs=0.04)
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+def test_chance_alone_differs_once_in_twenty_and_a_true_difference_is_found(seeds):
+    drawn = np.random.default_rng(seeds).normal(size=(2000, seeds)).tolist()
+
+    def found(by):
+        differences = (judgement.difference([by] * seeds, row) for row in drawn)
+        return np.mean([d.verdict == judgement.DIFFERS for d in differences])
+
+    assert found(0.0) == pytest.approx(1 - judgement.CONFIDENCE, abs=0.015)
+    assert found(60.0) > 0.99
+
+
+def test_without_scipy_the_seeds_are_shown_without_a_verdict(monkeypatch):
+    block(monkeypatch, "scipy")
+    found = made(WORSE)
+    difference = found.difference("mixed_float16", "loss")
+    assert difference.verdict == judgement.NO_SCIPY and difference.half_width is None
+    assert found.sentences[:2] == [
+        "mixed_float16: loss changes by +0.4, +0.5, +0.6 with the seeds; "
+        "accuracy changes by 0, -0.01, 0 with the seeds.",
+        'No verdict. A verdict needs scipy: pip install "keras_mp[plots]"',
+    ]
+    assert "+0.5, no verdict: no scipy" in str(found)
+    one = made({"loss": {"float32": [1.0], "mixed_float16": [1.5]}})
+    assert "scipy" not in str(one)
 
 
 def test_ratios_are_taken_seed_by_seed():
-    assert spread.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.0, 0.5, 2.0)
-    assert str(spread.ratio([1.0, 2.0], [2.0, 2.0])) == "1.50x (1.00x to 2.00x)"
-    assert str(spread.ratio([2.0], [1.0])) == "0.50x"
-    assert spread.ratio([1.0, None], [None, 2.0]) is None
+    assert judgement.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.0, 0.5, 2.0)
+    assert str(judgement.ratio([1.0, 2.0], [2.0, 2.0])) == "1.50x (1.00x to 2.00x)"
+    assert str(judgement.ratio([2.0], [1.0])) == "0.50x"
+    assert judgement.ratio([1.0, None], [None, 2.0]) is None
 
 
 # What it says ---------------------------------------------------------------------
@@ -429,7 +449,7 @@ def measured(**facts):
 
 
 WORSE = {
-    "loss": {"float32": [1.0, 1.1, 1.2], "mixed_float16": [1.5, 1.6, 1.7]},
+    "loss": {"float32": [1.0, 1.1, 1.2], "mixed_float16": [1.4, 1.6, 1.8]},
     "accuracy": {"float32": [0.8, 0.82, 0.84], "mixed_float16": [0.8, 0.81, 0.84]},
 }
 
@@ -437,15 +457,15 @@ WORSE = {
 def test_sentences_come_before_the_table():
     text = str(made(WORSE))
     sentence = text.index(
-        "- mixed_float16: loss is 0.5 higher, beyond the spread over 3 seeds (0.1);\n"
-        "  accuracy is within the spread over 3 seeds."
+        "- mixed_float16: loss differs: 0.5 higher (95%: +0.25 to +0.75); no clear\n"
+        "  difference in accuracy (95%: -0.018 to +0.011)."
     )
     assert sentence < text.index("against float32")
     assert "Step time against float32, lower is better: mixed_float16 2.00x." in text
     reason = engine.why_no_memory.split()[0]
     assert f"Peak memory was not measured: {reason}" in text
     assert re.search(r"loss +float32 +1\.1 ± 0\.1\n", text)
-    assert re.search(r"mixed_float16 +1\.6 ± 0\.1 +\+0\.5, beyond the spread", text)
+    assert re.search(r"mixed_float16 +1\.6 ± 0\.2 +\+0\.5, differs", text)
     assert re.search(r"step time +float32 +20 ± 10 ms", text)
     assert re.search(r"peak memory +float32 +not measured", text)
     assert re.search(r"skipped steps +float32 +no loss scale", text)
@@ -467,8 +487,8 @@ def test_there_is_no_verdict_on_times_if_seeds_disagree_or_there_is_one():
     assert "mixed_float16 unclear: 0.38x to 3.20x." in found.sentences[1]
     assert str(found).count("unclear") == 2 and "0.94x" not in str(found)
     text = str(measured(seconds_per_step={p: x[:1] for p, x in seconds.items()}))
-    assert "3.20x" not in text and "no spread: one seed" in text
-    assert "- Step time is not compared: one seed has no spread." in text
+    assert "3.20x" not in text and "no verdict: one seed" in text
+    assert "- Step time is not compared: one seed gives no verdict." in text
 
 
 def test_a_ratio_of_memory_is_that_of_what_is_printed_with_one_seed_too():
@@ -485,20 +505,12 @@ def test_the_sentence_and_the_table_count_skipped_steps_alike():
     assert re.search(r"mixed_float16 +80\n?$", text) and "160" not in text
 
 
-def test_one_seed_is_said_to_have_no_spread():
+def test_one_seed_gives_no_verdict():
     found = made({"loss": {"float32": [1.0], "mixed_float16": [1.5]}})
     assert found.sentences[0] == (
-        "mixed_float16: loss is 0.5 higher, and one seed has no spread."
+        "mixed_float16: loss is 0.5 higher, and one seed gives no verdict."
     )
-    assert "no spread: one seed" in str(found)
-
-
-def test_seeds_that_disagree_are_reported():
-    found = made({"loss": {"a": [1.0, 1.1, 1.2], "b": [0.9, 2.0, 2.0]}})
-    assert found.sentences[0] == (
-        "b: loss is 0.53 higher, more than the spread over 3 seeds (0.1), but not with "
-        "each: more seeds would tell."
-    )
+    assert "no verdict: one seed" in str(found)
 
 
 def test_it_prints_within_80_columns():
@@ -514,9 +526,10 @@ def test_it_is_json():
     found = json.loads(json.dumps(made(WORSE).to_dict(), allow_nan=False))
     assert found["metrics"]["loss"]["mixed_float16"] == {
         "mean": pytest.approx(1.6),
-        "spread": pytest.approx(0.1),
+        "spread": pytest.approx(0.2),
         "difference": pytest.approx(0.5),
-        "verdict": "beyond the spread",
+        "half_width": pytest.approx(0.248, abs=0.001),
+        "verdict": "differs",
     }
     assert found["time_per_step"]["mixed_float16"]["median"] == pytest.approx(2)
     assert found["peak_memory"]["mixed_float16"] is None
@@ -528,7 +541,7 @@ def test_it_is_json():
 def test_the_html_is_one_file_that_loads_nothing(tmp_path):
     made(WORSE).to_html(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "beyond the spread" in text and "<svg" in text
+    assert "loss differs" in text and "<svg" in text
     assert not re.search(r"""(src|href)=["'](?!#)""", text)
     assert "http" not in re.sub(
         r'xmlns[:\w]*="[^"]*"|<metadata>.*?</metadata>', "", text, flags=re.S

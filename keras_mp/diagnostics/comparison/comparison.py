@@ -40,17 +40,15 @@ def compare(
 
     With each seed, all policies start from the same weights and see the same batches:
     only the policy differs. The final metrics are those of `evaluate` on the validation
-    data. Each is compared with the first policy's: the mean difference over the seeds
-    with the spread, the sample standard deviation of the first policy's metric over the
-    seeds, which is what another seed changes:
+    data. Each is compared with the first policy's, seed by seed, by Student's t:
 
-        the mean is at most the spread      -> within the spread
-        else, the same sign with every seed -> beyond the spread
-        else                                -> unclear: more seeds would tell
+        0 is outside the 95 % confidence interval of the mean -> differs
+        else                                                  -> no clear difference
 
-    False alarms: of metrics that half precision does not change, about 1 in 5 is called
-    "beyond" with 3 seeds, 1 in 20 with 5, and hardly any with 10. One seed has no
-    spread.
+    False alarms: 1 in 20 of the metrics that half precision does not change is said to
+    differ, as each is judged alone. A difference that is clear may still be small: the
+    spread beside the mean, the sample standard deviation, is what another seed changes.
+    There is no verdict on one seed, nor without scipy.
 
     Steps are timed within `fit`, without their compilation: all but the first epoch, or
     in a single epoch all but the first and the last call of the train function. The

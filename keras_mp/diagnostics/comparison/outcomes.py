@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from keras_mp.diagnostics.comparison import spread
-from keras_mp.diagnostics.comparison.spread import Difference, Ratio
+from keras_mp.diagnostics.comparison import judgement
+from keras_mp.diagnostics.comparison.judgement import Difference, Ratio
 from keras_mp.diagnostics.comparison.training import Training
 
 
@@ -50,7 +50,7 @@ class Outcomes:
     def difference(self, policy: str, metric: str) -> Difference:
         """A final metric, compared with that under the first policy."""
         base = self.values(self.policies[0], metric)
-        return spread.difference(base, self.values(policy, metric))
+        return judgement.difference(base, self.values(policy, metric))
 
     def time(self, policy: str) -> Ratio | None:
         """The time per step relative to the first policy's; None if not measured."""
@@ -62,7 +62,7 @@ class Outcomes:
 
     def _ratio(self, policy: str, what: str) -> Ratio | None:
         base = [getattr(t, what) for t in self.of(self.policies[0])]
-        return spread.ratio(base, [getattr(t, what) for t in self.of(policy)])
+        return judgement.ratio(base, [getattr(t, what) for t in self.of(policy)])
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, strings and numbers, for JSON.
@@ -97,8 +97,9 @@ class Outcomes:
         found = self.difference(policy, metric)
         return {
             "mean": statistics.fmean(values) if values else None,
-            "spread": spread.spread_of(values),
+            "spread": judgement.spread_of(values),
             "difference": _finite(found.mean),
+            "half_width": found.half_width,
             "verdict": found.verdict,
         }
 

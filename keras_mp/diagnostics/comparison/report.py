@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_mp.backends import engine
-from keras_mp.diagnostics.comparison import spread
+from keras_mp.diagnostics.comparison import judgement
+from keras_mp.diagnostics.comparison.judgement import Difference, Ratio
 from keras_mp.diagnostics.comparison.outcomes import Outcomes
-from keras_mp.diagnostics.comparison.spread import Difference, Ratio
 from keras_mp.display import page
 from keras_mp.display.tables import Table, in_bytes
 
@@ -28,6 +28,9 @@ class Comparison(Outcomes):
             sentences += self._diverged(policy)
             if judged := list(self._judged(policy)):
                 sentences.append(f"{policy}: {'; '.join(judged)}.")
+        verdicts = {self.difference(p, m).verdict for p in others for m in self.metrics}
+        if judgement.NO_SCIPY in verdicts:
+            sentences.append(f"No verdict. {judgement.NEEDS_SCIPY}")
         sentences.append(
             _cost("Step time", base, {p: self._time_against(p) for p in others})
             or "Step time was not measured: it takes more steps, or a second epoch."
@@ -71,7 +74,7 @@ class Comparison(Outcomes):
             {p: [t.losses for t in self.of(p)] for p in self.policies},
             metric,
             {p: self.values(p, metric) for p in self.policies},
-            spread.spread_of(self.values(base, metric)),
+            judgement.spread_of(self.values(base, metric)),
             {
                 "time per step": {p: self.time(p) for p in others},
                 "peak memory": {p: self.memory(p) for p in others},
@@ -103,24 +106,22 @@ class Comparison(Outcomes):
             yield f"{policy} diverged with {count}: {diverged[0]}."
 
     def _judged(self, policy: str) -> Iterator[str]:
-        """A policy's metrics as clauses, what differs most first."""
-        found = [(m, self.difference(policy, m)) for m in self.metrics]
-        over = f"the spread over {self._seeds}"
-        clauses = {
-            spread.BEYOND: "beyond {} ({})",
-            spread.UNCLEAR: (
-                "more than {} ({}), but not with each: more seeds would tell"
-            ),
-            spread.NO_SPREAD: "and one seed has no spread",
-        }
-        for verdict, clause in clauses.items():
-            for metric, d in found:
-                if d.verdict == verdict:
-                    judged = clause.format(over, _short(d.spread))
-                    yield f"{metric} is {_by(d)}, {judged}"
-        if within := _list(m for m, d in found if d.verdict == spread.WITHIN):
-            yield f"{within} within {over}"
-        if same := _list(m for m, d in found if d.verdict == spread.SAME):
+        """A policy's metrics as clauses, what differs first."""
+        found = {m: self.difference(policy, m) for m in self.metrics}
+        judged: dict[str, list[str]] = {}
+        for metric, d in found.items():
+            judged.setdefault(d.verdict, []).append(metric)
+        for metric in judged.get(judgement.DIFFERS, ()):
+            d = found[metric]
+            yield f"{metric} {judgement.DIFFERS}: {_by(d)} ({_interval(d)})"
+        for metric in judged.get(judgement.UNCLEAR, ()):
+            yield f"{judgement.UNCLEAR} in {metric} ({_interval(found[metric])})"
+        for metric in judged.get(judgement.NO_SCIPY, ()):
+            each = ", ".join(map(_signed, found[metric].of_seeds))
+            yield f"{metric} changes by {each} with the seeds"
+        for metric in judged.get(judgement.ONE_SEED, ()):
+            yield f"{metric} is {_by(found[metric])}, and one seed gives no verdict"
+        if same := _list(judged.get(judgement.SAME, ())):
             yield f"{same} the same as under {self.policies[0]}"
 
     def _table(self, title: str = "") -> Table:
@@ -149,9 +150,8 @@ class Comparison(Outcomes):
 
     def _metric(self, policy: str, metric: str) -> tuple[str, str]:
         difference = self.difference(policy, metric)
-        alone = difference.verdict in (spread.SAME, spread.NOTHING)
-        sign = "+" if difference.mean > 0 else ""
-        by = "" if alone else f"{sign}{_short(difference.mean)}, "
+        alone = difference.verdict in (judgement.SAME, judgement.NOTHING)
+        by = "" if alone else f"{_signed(difference.mean)}, "
         return _mean_and_spread(self.values(policy, metric)), by + difference.verdict
 
     def _time(self, policy: str) -> tuple[str, str]:
@@ -176,7 +176,7 @@ class Comparison(Outcomes):
         """How many times the base's: no verdict on one seed, or if seeds disagree."""
         found = self.time(policy)
         if found is not None and len(self.seeds) == 1:
-            return spread.NO_SPREAD
+            return judgement.ONE_SEED
         return _times(found, self._seconds(self.policies[0]), self._seconds(policy))
 
     def _memory_against(self, policy: str) -> str:
@@ -193,8 +193,8 @@ class Comparison(Outcomes):
 
 def _cost(what: str, base: str, against: dict[str, str]) -> str:
     found = {policy: text for policy, text in against.items() if text}
-    if spread.NO_SPREAD in found.values():
-        return f"{what} is not compared: one seed has no spread. Give `seeds=3`."
+    if judgement.ONE_SEED in found.values():
+        return f"{what} is not compared: one seed gives no verdict. Give `seeds=3`."
     each = "; ".join(f"{policy} {text}" for policy, text in found.items())
     return f"{what} against {base}, lower is better: {each}." if each else ""
 
@@ -214,7 +214,7 @@ def _mean_and_spread(values: Sequence[float]) -> str:
     finite = [x for x in values if math.isfinite(x)]
     if not finite:
         return ""
-    mean, size = f"{statistics.fmean(finite):.4g}", spread.spread_of(finite)
+    mean, size = f"{statistics.fmean(finite):.4g}", judgement.spread_of(finite)
     return mean if size is None else f"{mean} ± {_short(size)}"
 
 
@@ -223,9 +223,18 @@ def _by(difference: Difference) -> str:
     return f"{_short(abs(difference.mean))} {direction}"
 
 
-def _short(x: float | None) -> str:
+def _interval(difference: Difference) -> str:
+    low, high = difference.interval
+    return f"{judgement.CONFIDENCE:.0%}: {_signed(low)} to {_signed(high)}"
+
+
+def _signed(x: float) -> str:
+    return f"{'+' if x > 0 else ''}{_short(x)}"
+
+
+def _short(x: float) -> str:
     """Two digits: 0.0012, 120."""
-    return "" if x is None else f"{float(f'{x:.2g}'):g}"
+    return f"{float(f'{x:.2g}'):g}"
 
 
 def _list(names: Iterable[str]) -> str:

@@ -54,10 +54,9 @@ def plot_comparison(
         "Training loss: one line for each training, or, with one epoch, a bar for each "
         "policy; lines of a seed should coincide, and a cross is where one diverged. "
         f"{metric.capitalize()}: one point for each training, joined by seed, and the "
-        f"means; the band is the spread of {base} over the seeds, and a mean outside "
-        "differs by more than another seed would. Time and memory: what is below the "
-        f"dashed line is less than under {base}; the thin lines are the range over the "
-        "seeds."
+        f"means; the band is the spread of {base} over the seeds: what another seed "
+        "changes. Time and memory: what is below the dashed line is less than under "
+        f"{base}; the thin lines are the range over the seeds."
     )
     return figure.captioned(caption, characters=170, inches=0.8)
 
