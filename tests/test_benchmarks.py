@@ -36,7 +36,6 @@ from benchmarks.pairs import CONTROL, MIN_PAIRS, is_conclusive, quartiles, time_
 from benchmarks.processes import Job
 from benchmarks.quality import suite as quality
 from benchmarks.quality import tables as quality_tables
-from benchmarks.quality.confidence_interval import confidence_interval
 from benchmarks.results import Results
 from benchmarks.seams import suite as seams
 from benchmarks.suites import Suite
@@ -672,13 +671,26 @@ def test_a_seed_gives_every_policy_the_same_weights():
 
 
 @once
-def test_the_confidence_interval_is_students():
-    interval = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0], [1.1, 2.3, 3.2, 4.2, 5.2])
-    assert interval.mean == pytest.approx(0.2)
-    assert interval.half_width == pytest.approx(2.776 * 0.0707107 / 5**0.5, rel=1e-4)
-    assert interval.holds(0.2) and not interval.holds(0)
-    assert confidence_interval([1.0, 2.0], [1.0, None]) is None
-    assert confidence_interval([1.0], [2.0]) is None
+def test_a_quality_table_says_what_differs_with_the_confidence_interval():
+    def record(way, values):
+        about = {"case": "regression", "backend": "jax", "way": way}
+        return {**about, "values": values, "skipped_steps": [None] * len(values)}
+
+    records = [
+        record("float32", [1.0, 2.0, 3.0, 4.0, 5.0]),
+        record("mixed_float16", [1.1, 2.3, 3.2, 4.2, 5.2]),
+        record("bfloat16", [1.1, 1.9, 3.0, 4.1, 4.9]),
+        record("unscaled", [1.0, 2.0, 3.0, 4.0, None]),
+        record("mixed_bfloat16", [1.0]),
+    ]
+    [table] = quality_tables.tables(records)
+    assert {row[1]: row[3] for row in table.rows} == {
+        "float32": "",
+        "mixed_float16": "+0.2000 ± 0.0878, differs",
+        "bfloat16": "+0.0000 ± 0.1242",
+        "float16, not scaled": "",
+        "mixed_bfloat16": "",
+    }
 
 
 @once

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks import BACKENDS
-from benchmarks.quality.confidence_interval import confidence_interval
 from benchmarks.quality.tasks import TASKS, Task
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
+from keras_mp.diagnostics.comparison.judgement import DIFFERS, difference
 from keras_mp.display.tables import Table
 
 UNSCALED, SLOTS, KERAS = "unscaled", "bfloat16 slots", "Keras' "
@@ -74,13 +74,15 @@ def _cells(task: Task, record: Record | None, base: Record) -> tuple[str, str, s
         ends = f"{ends}{'; ' if ends else ''}{lost} of {len(values)} not finite"
     skipped = [s for s in record["skipped_steps"] if s is not None]
     counts = f"{min(skipped)} to {max(skipped)}" if skipped else ""
-    if record is base or len(values) != len(base.get("values", [])):
+    others = base.get("values", [])
+    if record is base or lost or None in others or len(values) != len(others):
         return ends, "", counts
-    interval = confidence_interval(base["values"], values)
-    if interval is None:
+    found = difference(others, values)
+    if found.half_width is None:
         return ends, "", counts
-    off, half = (_number(task, x, mean) for x in interval)
-    return ends, f"{'' if interval.mean < 0 else '+'}{off} ± {half}", counts
+    off, half = (_number(task, x, mean) for x in (found.mean, found.half_width))
+    verdict = f", {DIFFERS}" if found.verdict == DIFFERS else ""
+    return ends, f"{'' if found.mean < 0 else '+'}{off} ± {half}{verdict}", counts
 
 
 def _number(task: Task, value: float, like: float) -> str:
