@@ -1,27 +1,22 @@
 """The demo: real handwritten digits, trained under three policies.
 
-`train` holds what a user writes: a policy, `compile("adam")` and `fit`. The rest of the
-file measures that and shows it.
+`build` and `compare` are what a user writes. The rest of the file records what happens
+at each step, and shows it.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import keras
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from keras_mp.config import policy_scope
-from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
+from keras_mp.diagnostics.comparison.comparison import POLICIES, compare
 from keras_mp.diagnostics.inspection.inspection import inspect
-from keras_mp.display.progress_bar import TrainingProgress, progress_bar
-from keras_mp.errors import MissingPackageError, needed
+from keras_mp.errors import MissingPackageError
 from keras_mp.policies.hardware import recommended_policy
-
-POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+from keras_mp_cli.digits import Images, convolutions, load_digits
 
 # Small, so that twelve epochs are more than the 2000 finite steps in a row after
 # which a loss scale grows, and so that each image weighs enough in the mean for one of
@@ -32,22 +27,12 @@ SEED = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Digits:
-    """8x8 scans, values 0 to 1, shape (n, 8, 8, 1) float32, and their digits 0 to 9."""
-
-    train_images: np.ndarray
-    train_labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
 class Result:
     """The result of one training under one policy."""
 
     policy: str
     test_accuracy: float  # 0 to 1
-    losses: list[float]  # mean cross-entropy of each epoch, in nats
+    losses: Sequence[float]  # mean cross-entropy of each epoch, in nats
     scales: list[float]  # the loss scale after each step; empty where there is none
     skipped_at: list[int]  # the steps, counted from 1, that were skipped
     weight_bytes: int
@@ -68,85 +53,55 @@ def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
     digits = load_digits()
     console = Console(highlight=False)
     draws = can_draw(console)
-    results = train_all(digits, epochs)
+    results = train(*digits, epochs)
     console.print(table(results), "", speed_sentence(results), sep="\n")
     if draws:
         draw(results, out)
         console.print(f"Picture: {out}", markup=False, soft_wrap=True)
 
 
-def load_digits() -> Digits:
-    """Scans of handwritten digits, which are part of the scikit-learn package.
-
-    A fixed fifth is held out for the test: 1438 images to train on, 359 to test on.
-    """
-    with needed("The demo", "sklearn"):
-        from sklearn.datasets import load_digits as load
-    data = load()
-    images = (data.images[..., None] / 16).astype("float32")
-    order = np.random.default_rng(0).permutation(len(images))
-    test, train = np.split(order, [len(order) // 5])
-    return Digits(images[train], data.target[train], images[test], data.target[test])
-
-
-def build_model() -> keras.Model:
-    """Two convolutions with batch normalisation, and a softmax head."""
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((8, 8, 1))], name="digits")
-    for filters in (32, 64):
-        model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
-        # Faster than Keras' 0.99, so that a test after two epochs means something.
-        model.add(layers.BatchNormalization(momentum=0.9))
-        model.add(layers.ReLU())
-        model.add(layers.MaxPooling2D())
-    model.add(layers.Flatten())
-    model.add(layers.Dense(10, activation="softmax"))
+def build() -> keras.Model:
+    """The network, compiled."""
+    model = convolutions(32, 64)
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
 
-def train_all(digits: Digits, epochs: int) -> list[Result]:
-    """Trains under each policy in turn, from the same weights, with a progress bar."""
-    results: list[Result] = []
-    with progress_bar(len(POLICIES), verbose=1) as show:
-        for policy in POLICIES:
-            progress = functools.partial(show, f"{policy:14}", len(results))
-            results.append(train(policy, digits, epochs, progress))
+def train(digits: Images, test: Images, epochs: int) -> list[Result]:
+    """Trains the network under each policy, from the same weights."""
+    recorders: list[Recorder] = []
+
+    def recorder() -> list[keras.callbacks.Callback]:
+        recorders.append(Recorder())
+        return [recorders[-1]]
+
+    trainings = compare(
+        build,
+        digits,
+        test,
+        POLICIES,
+        (SEED,),
+        epochs=epochs,
+        batch_size=BATCH_SIZE,
+        callbacks=recorder,
+    ).trainings
+    results = []
+    for training, recorded in zip(trainings, recorders, strict=True):
+        sizes = inspect(recorded.model).totals
+        result = Result(
+            policy=training.policy,
+            test_accuracy=training.metrics["accuracy"],
+            losses=training.losses,
+            scales=recorded.scales,
+            skipped_at=recorded.skipped_at,
+            weight_bytes=sizes["weight_bytes"],
+            activation_bytes=sizes["output_bytes"],
+            seconds_per_epoch=(
+                recorded.params["steps"] * (training.seconds_per_step or 0.0)
+            ),
+        )
+        results.append(result)
     return results
-
-
-def train(
-    policy: str, digits: Digits, epochs: int, progress: Callable[[float], None]
-) -> Result:
-    """Trains the network under one policy."""
-    keras.utils.set_random_seed(SEED)
-    recorder, stopwatch = Recorder(), Stopwatch()
-    with policy_scope(policy):
-        model = build_model()
-        model.compile(
-            "adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"]
-        )
-        history = model.fit(
-            digits.train_images,
-            digits.train_labels,
-            batch_size=BATCH_SIZE,
-            epochs=epochs,
-            verbose=0,
-            callbacks=[recorder, stopwatch, TrainingProgress(progress)],
-        )
-        test = model.evaluate(
-            digits.test_images, digits.test_labels, verbose=0, return_dict=True
-        )
-    sizes = inspect(model).totals
-    return Result(
-        policy=policy,
-        test_accuracy=float(test["accuracy"]),
-        losses=[float(loss) for loss in history.history["loss"]],
-        scales=recorder.scales,
-        skipped_at=recorder.skipped_at,
-        weight_bytes=sizes["weight_bytes"],
-        activation_bytes=sizes["output_bytes"],
-        seconds_per_epoch=history.params["steps"] * (stopwatch.seconds_per_step or 0.0),
-    )
 
 
 class Recorder(keras.callbacks.Callback):

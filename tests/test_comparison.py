@@ -173,6 +173,25 @@ def test_a_model_without_an_input_starts_from_the_same_weights():
     assert all(math.isfinite(t.metrics["loss"]) for t in found.trainings)
 
 
+def test_each_training_has_callbacks_of_its_own():
+    made = []
+
+    class Steps(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+            self.count = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.count += 1
+
+    found = compare(policies=THREE, seeds=1, callbacks=lambda: [Steps()])
+    assert [steps.count for steps in made] == [4, 4, 4]
+    for steps, training in zip(made, found.trainings, strict=True):
+        dtypes = {layer.compute_dtype for layer in steps.model.layers}
+        assert dtypes == set(training.compute_dtypes)
+
+
 # Data of every kind ---------------------------------------------------------------
 
 
@@ -692,6 +711,7 @@ def test_torch_counts_what_a_training_adds_on_all_gpus(monkeypatch):
         ({"seeds": (1, -1)}, "from 0 to"),
         ({"epochs": 0}, "`epochs` must be a whole number of at least 1"),
         ({"batch_size": 1.5}, "`batch_size` must be a whole number"),
+        ({"callbacks": []}, "`callbacks` must be a function that returns new"),
         ({"train": None}, "`train` must be .x, y., .* Received: train=None"),
         ({"validation": "data.csv"}, "`validation` must be .x, y., "),
         ({"train": iter([TRAIN])}, "`train` must serve each training"),

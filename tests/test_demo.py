@@ -159,7 +159,7 @@ def test_without_matplotlib_the_table_is_printed_with_a_hint(
     monkeypatch, capsys, tmp_path
 ):
     result = demo_module.Result("float32", 0.5, [1.0], [], [], 4, 4, 0.1)
-    monkeypatch.setattr(demo_module, "train_all", lambda digits, epochs: [result] * 3)
+    monkeypatch.setattr(demo_module, "train", lambda *_: [result] * 3)
     block(monkeypatch, "matplotlib")
     demo(epochs=1, out=str(tmp_path / "none.png"))
     out = capsys.readouterr().out

@@ -17,6 +17,7 @@ from keras import layers
 
 import keras_mp
 from benchmarks import models
+from keras_mp_cli.digits import convolutions, load_digits
 
 
 class Data(NamedTuple):
@@ -64,26 +65,12 @@ _TOKENS = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
 
 
 def _digits() -> Data:
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    images = (found.images[..., None] / 16).astype("float32")
-    order = np.random.default_rng(0).permutation(len(images))
-    test, train = np.split(order, [len(order) // 5])
-    labels = found.target.astype("int32")
-    return Data(images[train], labels[train], images[test], labels[test])
+    train, test = load_digits()
+    return Data(*train, *test)
 
 
 def _digits_cnn() -> Any:
-    model = keras.Sequential([keras.Input((8, 8, 1))])
-    for filters in (16, 32):
-        model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
-        model.add(layers.BatchNormalization(momentum=0.9))
-        model.add(layers.ReLU())
-        model.add(layers.MaxPooling2D())
-    model.add(layers.Flatten())
-    model.add(layers.Dense(10, activation="softmax"))
-    return model, keras.optimizers.Adam(2e-3), _CLASSES
+    return convolutions(16, 32), keras.optimizers.Adam(2e-3), _CLASSES
 
 
 def _digits_mlp() -> Any:

@@ -34,6 +34,7 @@ def compare(
     *,
     epochs: int = 1,
     batch_size: int = 32,
+    callbacks: Callable[[], Sequence[keras.callbacks.Callback]] | None = None,
     verbose: int = 1,
 ) -> Comparison:
     """Trains the same model under several policies, and says what differs.
@@ -70,6 +71,8 @@ def compare(
         seeds: how many, or which.
         epochs: of each training.
         batch_size: of arrays.
+        callbacks: takes nothing, and returns new callbacks for `fit`. It is called for
+            each training. One that is not `async_safe` waits for each step on JAX.
         verbose: 0 for no progress bar.
 
     Returns:
@@ -97,6 +100,11 @@ def compare(
             f"`build` must be a function. Received: build={build!r}. Give one that "
             "returns a new compiled model at each call."
         )
+    if callbacks is not None and not callable(callbacks):
+        raise TypeError(
+            "`callbacks` must be a function that returns new callbacks at each call. "
+            f"Received: callbacks={callbacks!r}."
+        )
     chosen, which = _labelled(policies), _checked_seeds(seeds)
     check_whole_number("epochs", epochs)
     check_whole_number("batch_size", batch_size)
@@ -108,7 +116,7 @@ def compare(
     names = private.names_given()
     try:
         with progress_bar(len(chosen) * len(which), verbose) as show:
-            plan = Plan(build, *data, epochs, names)
+            plan = Plan(build, *data, epochs, names, callbacks or list)
             trainings, warned = _trainings(plan, chosen, which, show)
     finally:
         private.set_names_given(names)  # Keras goes on counting from there.

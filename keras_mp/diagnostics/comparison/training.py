@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     validation: TrainingData
     epochs: int
     names: dict[str, int]  # See `private.names_given`: before the first training.
+    callbacks: Callable[[], Sequence[keras.callbacks.Callback]]
 
 
 def initial_values(plan: Plan, policy: Any, seed: int) -> list[Any]:
@@ -91,7 +92,7 @@ def train_once(
                 **plan.train.to_fit(),
                 epochs=plan.epochs,
                 verbose=0,
-                callbacks=[stopwatch, TrainingProgress(progress)],
+                callbacks=[*plan.callbacks(), stopwatch, TrainingProgress(progress)],
             )
         except TrainingDivergedError as error:
             diverged = str(error).partition(", at step")[0]
