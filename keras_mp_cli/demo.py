@@ -4,8 +4,7 @@
 at each step, and shows it.
 """
 
-import dataclasses
-from collections.abc import Sequence
+import math
 
 import keras
 from rich import box
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_mp.diagnostics.comparison.comparison import POLICIES, compare
+from keras_mp.diagnostics.comparison.training import Training
 from keras_mp.diagnostics.inspection.inspection import inspect
 from keras_mp.errors import MissingPackageError
 from keras_mp.policies.hardware import recommended_policy
@@ -26,18 +26,33 @@ BATCH_SIZE = 8
 SEED = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of one training under one policy."""
+class Recorder(keras.callbacks.Callback):
+    """Records the loss scale and the skips at each step."""
 
-    policy: str
-    test_accuracy: float  # 0 to 1
-    losses: Sequence[float]  # mean cross-entropy of each epoch, in nats
-    scales: list[float]  # the loss scale after each step; empty where there is none
-    skipped_at: list[int]  # the steps, counted from 1, that were skipped
-    weight_bytes: int
-    activation_bytes: int  # per sample
-    seconds_per_epoch: float
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+        self.skipped_at: list[int] = []
+        self._skipped = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        # On JAX `fit` does not write the state to the variables during an epoch, unless
+        # told to. It is told to under every policy, so that the times can be compared.
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        optimizer = self.model.optimizer
+        scale = getattr(optimizer, "loss_scale", None)
+        if scale is None:  # a plain Adam: no loss scale is needed under this policy
+            float(optimizer.iterations)  # waits for the step, as reading a scale does
+            return
+        self.scales.append(float(scale))
+        skipped = int(optimizer.skipped_steps)
+        if skipped > self._skipped:
+            self.skipped_at.append(len(self.scales))
+        self._skipped = skipped
+
+
+Result = tuple[Training, Recorder]
 
 
 def demo(epochs: int = 12, out: str = "keras_mp_demo.png") -> None:
@@ -71,11 +86,11 @@ def train(digits: Images, test: Images, epochs: int) -> list[Result]:
     """Trains the network under each policy, from the same weights."""
     recorders: list[Recorder] = []
 
-    def recorder() -> list[keras.callbacks.Callback]:
+    def recorder() -> list[Recorder]:
         recorders.append(Recorder())
-        return [recorders[-1]]
+        return recorders[-1:]
 
-    trainings = compare(
+    found = compare(
         build,
         digits,
         test,
@@ -84,50 +99,8 @@ def train(digits: Images, test: Images, epochs: int) -> list[Result]:
         epochs=epochs,
         batch_size=BATCH_SIZE,
         callbacks=recorder,
-    ).trainings
-    results = []
-    for training, recorded in zip(trainings, recorders, strict=True):
-        sizes = inspect(recorded.model).totals
-        result = Result(
-            policy=training.policy,
-            test_accuracy=training.metrics["accuracy"],
-            losses=training.losses,
-            scales=recorded.scales,
-            skipped_at=recorded.skipped_at,
-            weight_bytes=sizes["weight_bytes"],
-            activation_bytes=sizes["output_bytes"],
-            seconds_per_epoch=(
-                recorded.params["steps"] * (training.seconds_per_step or 0.0)
-            ),
-        )
-        results.append(result)
-    return results
-
-
-class Recorder(keras.callbacks.Callback):
-    """Records the loss scale and the skips at each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales: list[float] = []
-        self.skipped_at: list[int] = []
-        self._skipped = 0
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        # On JAX `fit` does not write the state to the variables during an epoch, unless
-        # told to. It is told to under every policy, so that the times can be compared.
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-        optimizer = self.model.optimizer
-        scale = getattr(optimizer, "loss_scale", None)
-        if scale is None:  # a plain Adam: no loss scale is needed under this policy
-            float(optimizer.iterations)  # waits for the step, as reading a scale does
-            return
-        self.scales.append(float(scale))
-        skipped = int(optimizer.skipped_steps)
-        if skipped > self._skipped:
-            self.skipped_at.append(len(self.scales))
-        self._skipped = skipped
+    )
+    return list(zip(found.trainings, recorders, strict=True))
 
 
 def table(results: list[Result]) -> Table:
@@ -150,27 +123,28 @@ def table(results: list[Result]) -> Table:
         "time\n(s per\nepoch)",
     ):
         shown.add_column(heading, justify="right", vertical="bottom")
-    for result in results:
-        scaled = bool(result.scales)
+    for training, recorder in results:
+        scales, sizes = recorder.scales, inspect(recorder.model).totals
+        seconds = recorder.params["steps"] * (training.seconds_per_step or 0.0)
         shown.add_row(
-            result.policy,
-            f"{result.test_accuracy:.1%}",
-            f"{result.losses[-1]:.4f}",
-            f"{result.scales[-1]:,.7g}" if scaled else "none",
-            f"{len(result.skipped_at)}" if scaled else "none",
-            f"{result.weight_bytes:,}",
-            f"{result.activation_bytes:,}",
-            f"{result.seconds_per_epoch:.2f}",
+            training.policy,
+            f"{training.metrics['accuracy']:.1%}",
+            f"{training.losses[-1]:.4f}",
+            f"{scales[-1]:,.7g}" if scales else "none",
+            f"{len(recorder.skipped_at)}" if scales else "none",
+            f"{sizes['weight_bytes']:,}",
+            f"{sizes['output_bytes']:,}",
+            f"{seconds:.2f}",
         )
     return shown
 
 
 def speed_sentence(results: list[Result]) -> str:
     """One sentence on the times: what they are, and why they say little."""
-    full, *mixed = results
+    seconds = {t.policy: t.seconds_per_step or math.nan for t, _ in results}
+    base, *mixed = seconds
     times = ", ".join(
-        f"{result.policy} {result.seconds_per_epoch / full.seconds_per_epoch:.1f} times"
-        for result in mixed
+        f"{policy} {seconds[policy] / seconds[base]:.1f} times" for policy in mixed
     )
     if all(device.kind == "cpu" for device in recommended_policy().devices):
         why = (
@@ -180,7 +154,7 @@ def speed_sentence(results: list[Result]) -> str:
         )
     else:
         why = "steps this small do not keep an accelerator busy"
-    return f"Time per epoch, against {full.policy}: {times}; {why}."
+    return f"Time per epoch, against {base}: {times}; {why}."
 
 
 def can_draw(console: Console) -> bool:
@@ -197,6 +171,7 @@ def draw(results: list[Result], out: str) -> None:
     """Writes the losses under all policies, and the loss scale under mixed_float16."""
     from keras_mp.display.plots import plot_training, save_png
 
-    scaled = next((result for result in results if result.scales), results[0])
-    losses = {result.policy: result.losses for result in results}
+    losses = {training.policy: training.losses for training, _ in results}
+    recorders = [recorder for _, recorder in results]
+    scaled = next((each for each in recorders if each.scales), recorders[0])
     save_png(plot_training(losses, scaled.scales, scaled.skipped_at), out)

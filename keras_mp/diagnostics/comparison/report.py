@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_mp.backends import engine
@@ -13,6 +13,14 @@ from keras_mp.diagnostics.comparison.judgement import Difference, Ratio
 from keras_mp.diagnostics.comparison.outcomes import Outcomes
 from keras_mp.display import page
 from keras_mp.display.tables import Table, in_bytes
+
+_CLAUSES = {
+    judgement.DIFFERS: f"{{metric}} {judgement.DIFFERS}: {{by}} (95%: {{limits}})",
+    judgement.UNCLEAR: f"{judgement.UNCLEAR} in {{metric}} (95%: {{limits}})",
+    judgement.NO_SCIPY: "{metric} changes by {each} with the seeds",
+    judgement.ONE_SEED: "{metric} is {by}, and one seed gives no verdict",
+    judgement.SAME: "{metric} is the same as under {base}",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -107,22 +115,17 @@ class Comparison(Outcomes):
 
     def _judged(self, policy: str) -> Iterator[str]:
         """A policy's metrics as clauses, what differs first."""
-        found = {m: self.difference(policy, m) for m in self.metrics}
-        judged: dict[str, list[str]] = {}
-        for metric, d in found.items():
-            judged.setdefault(d.verdict, []).append(metric)
-        for metric in judged.get(judgement.DIFFERS, ()):
-            d = found[metric]
-            yield f"{metric} {judgement.DIFFERS}: {_by(d)} ({_interval(d)})"
-        for metric in judged.get(judgement.UNCLEAR, ()):
-            yield f"{judgement.UNCLEAR} in {metric} ({_interval(found[metric])})"
-        for metric in judged.get(judgement.NO_SCIPY, ()):
-            each = ", ".join(map(_signed, found[metric].of_seeds))
-            yield f"{metric} changes by {each} with the seeds"
-        for metric in judged.get(judgement.ONE_SEED, ()):
-            yield f"{metric} is {_by(found[metric])}, and one seed gives no verdict"
-        if same := _list(judged.get(judgement.SAME, ())):
-            yield f"{same} the same as under {self.policies[0]}"
+        found = [(m, self.difference(policy, m)) for m in self.metrics]
+        for verdict, clause in _CLAUSES.items():
+            for metric, d in found:
+                if d.verdict == verdict:
+                    yield clause.format(
+                        metric=metric,
+                        by=_by(d),
+                        base=self.policies[0],
+                        limits=" to ".join(map(_signed, d.interval)),
+                        each=", ".join(map(_signed, d.of_seeds)),
+                    )
 
     def _table(self, title: str = "") -> Table:
         """One row for each policy in each metric and cost."""
@@ -223,11 +226,6 @@ def _by(difference: Difference) -> str:
     return f"{_short(abs(difference.mean))} {direction}"
 
 
-def _interval(difference: Difference) -> str:
-    low, high = difference.interval
-    return f"{judgement.CONFIDENCE:.0%}: {_signed(low)} to {_signed(high)}"
-
-
 def _signed(x: float) -> str:
     return f"{'+' if x > 0 else ''}{_short(x)}"
 
@@ -235,8 +233,3 @@ def _signed(x: float) -> str:
 def _short(x: float) -> str:
     """Two digits: 0.0012, 120."""
     return f"{float(f'{x:.2g}'):g}"
-
-
-def _list(names: Iterable[str]) -> str:
-    *more, last = [*names] or [""]
-    return f"{', '.join(more)} and {last} are" if more else f"{last} is" if last else ""
