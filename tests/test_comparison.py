@@ -403,6 +403,14 @@ def test_chance_alone_differs_once_in_twenty_and_a_true_difference_is_found(seed
     assert found(60.0) > 0.99
 
 
+@pytest.mark.parametrize(("seeds", "share"), [(2, 1 / 8), (3, 1 / 20)])
+def test_chance_in_coarse_steps_differs_as_rarely_as_the_docstring_says(seeds, share):
+    steps = np.round(np.random.default_rng(seeds).normal(size=(2000, seeds))).tolist()
+    differences = (judgement.difference([0.0] * seeds, row) for row in steps)
+    found = np.mean([d.verdict == judgement.DIFFERS for d in differences])
+    assert found <= share + 0.015
+
+
 def test_without_scipy_the_seeds_are_shown_without_a_verdict(monkeypatch):
     block(monkeypatch, "scipy")
     found = made(WORSE)

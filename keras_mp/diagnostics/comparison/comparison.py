@@ -47,9 +47,10 @@ def compare(
         else                                                  -> no clear difference
 
     False alarms: 1 in 20 of the metrics that half precision does not change is said to
-    differ, as each is judged alone. A difference that is clear may still be small: the
-    spread beside the mean, the sample standard deviation, is what another seed changes.
-    There is no verdict on one seed, nor without scipy.
+    differ, as each is judged alone; with 2 seeds, 1 in 8 of those that move in coarse
+    steps, like the accuracy on a few hundred examples. A clear difference may still be
+    small: the spread beside the mean, the sample standard deviation, is what another
+    seed changes. There is no verdict on one seed, nor without scipy.
 
     Steps are timed within `fit`, without their compilation: all but the first epoch, or
     in a single epoch all but the first and the last call of the train function. The
