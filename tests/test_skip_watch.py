@@ -62,7 +62,7 @@ def test_a_loss_that_is_not_finite_is_told():
 def test_a_scale_that_does_not_move_and_is_too_high_is_told():
     optimizer, variables = make(dynamic=False, min_scale=1.0)
     step = stateful_step(optimizer, variables, compiled=False)
-    with pytest.warns(UserWarning, match="at the lowest scale"):
+    with pytest.warns(UserWarning, match="at a scale that goes no lower"):
         step(BROKEN)
 
 

@@ -84,9 +84,10 @@ class SkipWatch:
             )
         else:
             warn(
-                f"{broken} of {total} skipped steps would have failed at any loss "
-                "scale: the loss itself was not finite, or gradients were not finite "
-                f"at the lowest scale. Seen {where}{names}. {_GRADIENTS} {_DIAGNOSE}"
+                f"{broken} of {total} skipped steps were broken whatever the loss "
+                "scale: the loss itself was not finite, or gradients were not, at a "
+                "scale that goes no lower. "
+                f"Seen {where}{names}. {_GRADIENTS} {_DIAGNOSE}"
             )
 
 
