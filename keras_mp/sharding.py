@@ -13,8 +13,8 @@ from keras_mp.backends import engine
 from keras_mp.display.messages import warn
 from keras_mp.policies.layers import children_of, layer_path
 
-# A layer with less of a model's weights has no group of its own: to gather it alone
-# takes longer than to send it. With others like it, it is gathered for a whole pass.
+# A layer with a smaller share of the weights has no group of its own: gathering it
+# takes longer than sending it. It is gathered with others like it, for a whole pass.
 SMALL = 0.01
 _warned: weakref.WeakSet = weakref.WeakSet()
 
@@ -22,28 +22,28 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 def fully_shard(model: keras.Model, mesh: Any = None) -> keras.Model:
     """Spreads a model's weights, gradients and optimizer states over processes.
 
-    On torch, by FSDP2: each process holds a part of every weight, and a layer's are
-    gathered while it computes. `fit` and loops of your own go on as they are, each
-    process with batches of its own; gradients are averaged over all processes, a step
-    that one of them skips is skipped by all. Begins with the weights of the first
-    process.
+    Needs torch, which does it with FSDP2: each process holds a part of every weight,
+    and a layer's weights are gathered while it computes. `fit` and custom loops work
+    unchanged, with different batches in each process. Gradients are averaged over all
+    processes, and if one of them skips a step, all do. Training starts with the weights
+    of the first process.
 
-    All processes have to make the same calls, those that read a weight among them. Of
-    `model.save` and `model.save_weights` too, and the first process alone writes the
-    file: it holds whole weights, and opens anywhere.
+    All processes must make the same calls, including those that read a weight,
+    `model.save` and `model.save_weights`. Only the first process writes the file, which
+    holds whole weights and opens anywhere.
 
     Args:
         model: a built `keras.Model`, compiled or not.
-        mesh: a `DeviceMesh` of torch with one dimension; or with two that have names:
-            along the first are copies, along the second shards. None for all processes.
+        mesh: a torch `DeviceMesh` with one dimension, or with two named ones, the first
+            for copies and the second for shards. None means all processes.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: if `model` is no `keras.Model`.
-        ValueError: if it is not built, or sharded already; for another `mesh`; on
-            another backend than torch; where torch knows no other processes.
+        TypeError: if `model` is not a `keras.Model`.
+        ValueError: if it is not built, or already sharded; for any other `mesh`; on a
+            backend other than torch; if `torch.distributed` is not initialized.
 
     Source: PyTorch, `torch.distributed.fsdp.fully_shard`.
 
@@ -70,7 +70,7 @@ def fully_shard(model: keras.Model, mesh: Any = None) -> keras.Model:
 
 
 def warn_of_torchs_own(model: Any) -> None:
-    """Warns once of a model whose layers torch's own `fully_shard` was called on."""
+    """Warns once if torch's own `fully_shard` was called on layers of a model."""
     if model in _warned:
         return
     for layer in private.layers_in(model):
@@ -79,8 +79,8 @@ def warn_of_torchs_own(model: Any) -> None:
             warn(
                 f"torch's `fully_shard` does nothing for {layer_path(layer)!r}: Keras' "
                 "variables stay whole in every process, and their gradients are not "
-                "averaged. Create the model anew, and call "
-                "`keras_mp.fully_shard(model)` in its place."
+                "averaged. Create a new model, and call "
+                "`keras_mp.fully_shard(model)` instead."
             )
             return
 
@@ -107,7 +107,7 @@ def _groups(model: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def _blocks(layer: Any) -> Iterator[Any]:
-    """The outermost layers that are no models."""
+    """The outermost layers that are not models."""
     for child in children_of(layer):
         if isinstance(child, keras.Model):
             yield from _blocks(child)
@@ -116,7 +116,7 @@ def _blocks(layer: Any) -> Iterator[Any]:
 
 
 def _weights(layer: Any) -> list[Any]:
-    """All that an optimizer may train, frozen or not: no statistics, and no seeds."""
+    """What an optimizer may train, frozen or not, without statistics and seeds."""
     layers = private.layers_in(layer)
     found = {id(v): v for each in layers for v in private.own_trainable(each)}
     return [*found.values()]
@@ -127,7 +127,7 @@ def _size(variables: Iterable[Any]) -> int:
 
 
 def _slots(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """The variables that an optimizer has for each weight by now, with the weight."""
+    """Each weight, with each variable that the optimizer has for it so far."""
     if optimizer is None:
         return
     for part in (optimizer, *_within(optimizer)):

@@ -1,4 +1,4 @@
-"""One batch at a time: what the breakpoint and the retaking of steps ask for."""
+"""One batch at a time, as the breakpoint and repeated steps need it."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Batches:
-    """Takes train steps with batches that somebody keeps; of an eager backend."""
+    """Takes train steps on batches that somebody keeps, on an eager backend."""
 
     def run_by_batch(
         self,
@@ -19,26 +19,26 @@ class Batches:
         count: int,
         take: Callable[[Any, Any, Callable[[Any], tuple[Any, Any]]], tuple[Any, Any]],
     ) -> Any:
-        """Makes one call of a train function, as so many of one batch each.
+        """Splits a call of a train function into `count` calls of one batch each.
 
         Keras' callbacks see no batch, and with `steps_per_execution` one call takes
-        several. Here each batch goes by alone, through the very function that `fit`
-        calls, traced and compiled as ever: results stay the same to the bit.
+        several. Here each batch goes alone through the same function that `fit` calls,
+        traced and compiled as before: results stay the same to the bit.
 
         Args:
             train_function: Keras' own.
             args: what `fit` calls it with.
             count: how many batches it takes in one call.
-            take: takes a step with one batch, and returns what came of it. It gets the
-                batch, the state that `fit` passes round on JAX in place of variables,
-                elsewhere None, and a function: state -> what the train function
+            take: takes a step with one batch, and returns its result. It gets the
+                batch, the state that `fit` passes around on JAX in place of variables
+                (None elsewhere), and a function: state -> what the train function
                 returns for this batch, and the state after it.
         """
         state, iterator = args if len(args) == 2 else (None, *args)
-        # All of them first: their errors must not find a state that is given away.
+        # Read all batches first: if that raises, the state must not be donated yet.
         batches = list(itertools.islice(iterator, count))
         if not batches:
-            return train_function(*args)  # Which says that there are no more.
+            return train_function(*args)  # It reports that no batch is left.
         for batch in batches:
             once = functools.partial(self._once, train_function, batch, iterator)
             result, state = take(self.contents(batch), state, once)
@@ -68,20 +68,20 @@ class Batches:
     def take_step(self, model: Any, batch: Any) -> None:
         """Takes one train step outside of `fit`, with a batch in any structure.
 
-        `train_on_batch` knows of `(x, y, sample_weight)` alone, and a `train_step` of
-        the user's may want exactly what `fit` has given to it.
+        `train_on_batch` takes only `(x, y, sample_weight)`, and a custom `train_step`
+        may need exactly what `fit` gave it.
         """
         model.make_train_function()
         model.train_function([batch])
 
     def other_workers(self, model: Any) -> str:
-        """What shares a model's batches with others, in words; empty if nothing."""
+        """Says what a model's batches are shared between; empty if nothing."""
         raise NotImplementedError
 
     def generator_states(self) -> dict[str, np.ndarray]:
-        """The states of torch's generators, from which a Dropout without seed draws."""
+        """The states of torch's generators; a Dropout without a seed uses them."""
         return {}
 
     def set_generator_states(self, states: Mapping[str, np.ndarray]) -> None:
-        """Sets what `generator_states` returned, as far as the devices are here."""
+        """Sets what `generator_states` returned, for the devices that are here."""
         return

@@ -1,7 +1,7 @@
 """A device of this machine, as a framework describes it.
 
-`engine.list_devices()` asks the framework that Keras uses and no other, and lets what
-goes wrong in a driver go through. The rule that chooses a policy for the devices is in
+`engine.list_devices()` asks only the framework that Keras uses, and does not catch the
+errors of a driver. The rule that chooses a policy for the devices is in
 `keras_mp.policies.hardware`.
 """
 
@@ -17,7 +17,7 @@ class Device:
     Args:
         kind: `"cpu"`, `"cuda"` (an NVIDIA GPU), `"rocm"` (an AMD GPU),
             `"metal"` (an Apple GPU), `"tpu"`, or the framework's own word for
-            something else; `"gpu"` where it does not say whose GPU it is.
+            something else; `"gpu"` if it does not say whose GPU it is.
         name: The model's name, such as `"NVIDIA H100 80GB HBM3"`.
         compute_capability: `(major, minor)` of an NVIDIA GPU, otherwise None.
     """

@@ -1,4 +1,4 @@
-"""Gradients of a loss by variables and by what is computed on the way to it."""
+"""Gradients of a loss by variables and by intermediate tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from keras import ops
 
 from keras_mp.backends import engine
 
-# Given a tensor on the way, returns it, or what is to take its place, and whether its
-# gradient will be known.
+# Takes an intermediate tensor; returns it, or its replacement, and whether its gradient
+# will be known.
 See = Callable[[Any], tuple[Any, bool]]
 
 
@@ -19,8 +19,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         loss: the loss.
-        seen: the tensors that were shown, in this order.
-        by_seen: the gradient by each of them; None where the loss does not need it.
+        seen: the tensors that `see` was called with, in this order.
+        by_seen: the gradient by each; None if the loss does not depend on it.
         by_variable: the gradient by each variable, or None.
     """
 
@@ -40,11 +40,11 @@ def differentiate(
     """Runs `function(arguments, see)` and differentiates the loss that it returns.
 
     Args:
-        function: returns a scalar. It may call `see` with tensors on the way, and has
-            to go on with what that returns. It may run more than once.
+        function: returns a scalar. It may call `see` with intermediate tensors, and
+            must go on with what `see` returns. It may run more than once.
         arguments: tensors, or structures of them.
-        variables: what the loss is differentiated by, too.
-        state: all variables that `function` reads or writes. They stay as they were.
+        variables: the loss is differentiated by these, too.
+        state: all variables that `function` reads or writes. They keep their values.
         compiled: whether to compile; only on JAX.
     """
     before = [ops.copy(ops.stop_gradient(v.value)) for v in state]

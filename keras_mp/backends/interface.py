@@ -1,8 +1,8 @@
 """What keras_mp asks of a backend: one class, with the defaults of an eager backend.
 
-`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it, and its parts in
+`jax/`, `tensorflow/` and `torch/` each have an `Engine` built on it, with its parts in
 files of the same names: `step.py`, `batches.py`, `measures.py`. A function there
-without a docstring is the method of its name here.
+without a docstring implements the method of the same name here.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ Wrapper = Callable[[Callable], Callable]
 
 
 class Engine(Step, Batches, Measures, Shards):
-    """Loss scaling and all else that depends on the backend."""
+    """Loss scaling and everything else that depends on the backend."""
 
     # Its surroundings --------------------------------------------------------------
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
-        """A function of tensors, and of constants at the places `static`.
+        """Makes eager calls of a function one program, if that helps.
 
-        It becomes one program where it is called eagerly, if that helps.
+        Its arguments are tensors, and constants at the places `static`.
         """
         return function
 
@@ -38,7 +38,7 @@ class Engine(Step, Batches, Measures, Shards):
         return contextlib.nullcontext()
 
     def set_dtype(self, variable: Any, dtype: str) -> None:
-        """Casts a variable, with its value if it has one by now."""
+        """Casts a variable, and its value if it already has one."""
         with self.outside_trace():
             private.set_dtype(variable, dtype)
 
@@ -47,11 +47,11 @@ class Engine(Step, Batches, Measures, Shards):
         return contextlib.nullcontext()
 
     def refuse_baking(self, what: str, remedy: str) -> None:
-        """Raises a ValueError where JAX would make a constant of a variable's value."""
-        return  # AutoGraph warns of a function that is a docstring alone.
+        """Raises a ValueError if JAX would turn a variable's value into a constant."""
+        return  # AutoGraph warns about a function that is only a docstring.
 
     def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
-        """Raises a ValueError where replicas would disagree on `variables`."""
+        """Raises a ValueError if replicas would disagree on `variables`."""
         return
 
     # The train step of `fit` -------------------------------------------------------
@@ -62,7 +62,7 @@ class Engine(Step, Batches, Measures, Shards):
         """Runs `original(model, force)` with `model.train_step` wrapped by `wrap`.
 
         Keras on JAX and TensorFlow reads `train_step` once, in this call. The user's
-        own `train_step`, a method or an attribute of the instance, stays as it was.
+        own `train_step`, a method or an attribute of the instance, does not change.
         """
         attributes = vars(model)
         before = {k: v for k, v in attributes.items() if k == "train_step"}
@@ -74,20 +74,20 @@ class Engine(Step, Batches, Measures, Shards):
             attributes.update(before)
 
     def build(self, model: Any, data: Any) -> None:
-        """Builds a model that its first train step would build; else does nothing."""
+        """Builds a model now if its first train step would build it."""
         return
 
     def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
-        """Wraps a train step so that one which the optimizer skips leaves no trace.
+        """Wraps a train step so that it leaves no trace if the optimizer skips it.
 
-        Non-trainable variables, metrics and the logs made of them are what they were,
-        and so is the loss scale if the loss itself was not finite. `scaling` is the
+        Non-trainable variables, metrics and their logs go back to what they were, and
+        so does the loss scale if the loss itself was not finite. `scaling` is the
         `LossScaling` of the model's optimizer.
         """
         raise NotImplementedError
 
     def may_have_skipped(self, scaling: Any) -> bool:
-        """May the last train step have been skipped? False where Python knows."""
+        """May the last train step have been skipped? False if it surely was not."""
         return True
 
     def calls_python(self) -> bool:
@@ -95,7 +95,7 @@ class Engine(Step, Batches, Measures, Shards):
         return False
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
-        """The optimizer's state in the arguments of a train function, on JAX alone."""
+        """The optimizer's state in the arguments of a train function, only on JAX."""
         return None
 
     # What a model's layers ask -----------------------------------------------------
@@ -105,47 +105,47 @@ class Engine(Step, Batches, Measures, Shards):
         return
 
     half_products = ""
-    """Where products in half precision have float32 results, if not everywhere.
+    """Where half-precision products have float32 results, if not everywhere.
 
-    The end of a sentence, which begins with a space.
+    A phrase that ends a sentence; it begins with a space.
     """
 
     keeps_logits = False
-    """Are the logits of a loss in chunks there as a whole all the same?"""
+    """Are the logits kept whole even if the loss is computed in chunks?"""
 
     def number_of_chunks(
         self, size: int, width: int, logits: str, classes: bool
     ) -> int:
-        """In how many a large head and its cross-entropy are differentiated, or 0.
+        """The chunks that a large head and its cross-entropy are split into, or 0.
 
         Args:
-            size: bytes of its logits.
-            width: of its inputs.
+            size: bytes of the head's logits.
+            width: of the head's inputs.
             logits, classes: as in `HalfOperands`.
         """
         return 0
 
     float32_in_cudnn: tuple[type, ...] = ()
-    """Layers that cuDNN computes in float32 alone, where it computes them."""
+    """Layers that cuDNN computes only in float32."""
 
     dtype_errors: tuple[type[Exception], ...] = (TypeError, ValueError, RuntimeError)
-    """What the framework, and Keras, raise where dtypes do not fit."""
+    """What the framework and Keras raise if dtypes do not match."""
 
     def only_shapes(self) -> bool:
-        """Are layers called for shapes alone, where variables have another dtype?
+        """Are layers called only for shapes, with variables of another dtype?
 
         On torch Keras tries "meta" tensors, whose variables are float32 in every call,
-        and falls back on real ones where that fails.
+        and falls back on real ones if that fails.
         """
         return False
 
     def repairs(self) -> dict[str, Wrapper]:
         """Wrappers of what fails in half precision in Keras' backend.
 
-        By name: operations, and methods of its variables.
+        Keys are the names of operations, and of methods of its variables.
         """
         return {}
 
     def repaired_layers(self) -> dict[type, Wrapper]:
-        """Wrappers of the `call` of layers of Keras."""
+        """Wrappers of the `call` of Keras layers."""
         return {}

@@ -1,4 +1,4 @@
-"""What is known of tensors. JAX's tracers take no attributes."""
+"""Facts about tensors, kept outside them: JAX's tracers take no attributes."""
 
 import weakref
 from typing import Any, Generic, TypeVar
@@ -7,10 +7,10 @@ Fact = TypeVar("Fact")
 
 
 class Known(Generic[Fact]):
-    """Facts by the identity of tensors; each goes with its tensor.
+    """Facts by the identity of tensors; each is dropped with its tensor.
 
     Attributes:
-        facts: empty if nothing is known, which costs no call to ask.
+        facts: empty if nothing is known, which is checked without a call.
     """
 
     def __init__(self) -> None:

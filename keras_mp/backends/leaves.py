@@ -1,7 +1,7 @@
 """The tensors in what a layer takes or returns.
 
-Not by `keras.tree`: on torch it leaves circles of references behind, which hold the
-tensors, with all that made them, until Python collects its garbage.
+`keras.tree` is not used: on torch it leaves reference cycles behind, which hold the
+tensors, and all that made them, until Python collects its garbage.
 """
 
 from collections.abc import Iterator

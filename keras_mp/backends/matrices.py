@@ -1,8 +1,8 @@
-"""Operations of Keras that are one product of two matrices, as that product.
+"""Turns Keras operations that are one product of two matrices into that product.
 
-For backends where only such a product has half-precision operands and a float32 result.
+Some backends take half-precision operands and return float32 only for such a product.
 It sums over the last axes of one tensor and the first axes of the other. Batched
-products and convolutions with larger kernels are no such product.
+products and convolutions with larger kernels are not such products.
 """
 
 import math
@@ -30,7 +30,7 @@ def _of_einsum(subscripts: str, *operands: Any, **options: Any) -> Matrices | No
     found = _ONE_PRODUCT.fullmatch(subscripts.replace(" ", ""))
     if found is None or options or len(operands) != 2:
         return None
-    # An axis that is named more often is a diagonal, or one of a batch.
+    # An axis that is named more often is a diagonal, or a batch axis.
     axes = "".join(found.groups()).replace(".", "")
     if len(set(axes)) < len(axes):
         return None
@@ -46,7 +46,7 @@ def _of_conv(
     data_format: str | None = None,
     dilation_rate: Any = 1,
 ) -> Matrices | None:
-    # A kernel of one pixel multiplies channels: padding and dilation change nothing.
+    # A kernel of one pixel only mixes channels: padding and dilation change nothing.
     last = (data_format or keras.config.image_data_format()) == "channels_last"
     *size, in_channels, out_channels = kernel.shape
     steps = {strides} if isinstance(strides, int) else set(strides)

@@ -9,7 +9,7 @@ SCOPE = r"keras_mp_(\d+)_"
 
 
 class Constant(NamedTuple):
-    """A floating-point number that stands in a traced program."""
+    """A floating-point number in a traced program."""
 
     scope: str  # The number of the innermost scope; empty if there is none.
     value: float
@@ -17,7 +17,7 @@ class Constant(NamedTuple):
 
 
 class Measures:
-    """What can be measured of a model, and of the machine."""
+    """What can be measured about a model and the machine."""
 
     def differentiate(
         self,
@@ -45,7 +45,7 @@ class Measures:
         raise NotImplementedError
 
     def scope(self, name: str) -> contextlib.AbstractContextManager:
-        """A context whose name the constants in it have."""
+        """A context that gives its name to the constants in it."""
         return contextlib.nullcontext()
 
     def list_devices(self) -> list[Any]:
@@ -53,14 +53,14 @@ class Measures:
         raise NotImplementedError
 
     def measure_memory(self) -> Callable[[], int | None]:
-        """Begins to measure what a training takes; no other may go on beside it.
+        """Starts to measure a training's memory; no other may run at the same time.
 
         Call it before the model is built.
 
         Returns:
-            A function to call after the training: the peak in bytes, on all devices of
-            this process, less what was taken before; on JAX what the compiled train
-            step needs. None where it is not counted: see `why_no_memory`.
+            A function to call after the training. It returns the peak in bytes on all
+            devices of this process, less what was in use before; on JAX what the
+            compiled train step needs; None if nothing counts it (`why_no_memory`).
         """
         raise NotImplementedError
 

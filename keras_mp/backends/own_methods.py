@@ -1,4 +1,4 @@
-"""Optimizers with other methods for a while, in place of those of their classes."""
+"""Gives optimizers other methods for a while, instead of those of their classes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,5 +20,5 @@ def own_methods(methods: Iterable[tuple[Any, dict[str, Callable]]]) -> Iterator[
 
 
 def plain_updates(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """Lets these optimizers of Keras write by `assign`, as on any backend."""
+    """Lets these Keras optimizers write with `assign`, as on any backend."""
     return own_methods((o, private.plain_methods(o)) for o in optimizers)

@@ -1,8 +1,8 @@
 """Products of float32 tensors whose operands are rounded to half precision.
 
-They are as fast as products in half precision, and what they return is float32, summed
-in float32. For the heads of models: within `half_operands`, each `matmul`, `einsum` and
-`conv` of Keras' operations is such a product.
+They are as fast as products in half precision, but sum in float32 and return float32.
+The heads of models use them: within `half_operands`, each `matmul`, `einsum` and `conv`
+of Keras' operations is such a product.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ class HalfOperands(NamedTuple):
     """How products are computed within the scope.
 
     Attributes:
-        dtype: of the operands, "float16" or "bfloat16".
-        gradient: of the operands of the two products of their gradient.
+        dtype: the dtype of the operands, "float16" or "bfloat16".
+        gradient: the dtype of the operands of the gradient's two products.
         tied: whether the weights are used elsewhere too. The sum of both gradients is
-            float32, and so is the one of this product.
-        logits: how a loss may read what the product makes of a head: "whole"; "in
-            chunks" of the classes, if nothing else reads it; or "recomputed" in chunks
-            in the backward pass, too.
-        classes: whether metrics read which of them is the largest. The loss finds it.
+            float32, and so is the gradient of this product.
+        logits: how a loss may read the head's logits: "whole"; "in chunks" of the
+            classes, if nothing else reads them; or "recomputed" in chunks in the
+            backward pass, too.
+        classes: whether metrics read the class of the largest logit. The loss finds it.
     """
 
     dtype: str
@@ -40,31 +40,31 @@ class HalfOperands(NamedTuple):
     classes: bool = False
 
 
-# Bytes of logits. A chunk more costs a pass over the inputs of the head, and what is
-# there at a time gets smaller by ever less: so the number grows as the square root.
-# A decoder on an H100 with 0.82 and 3.3 GB of logits, compiled and read, in 2, 4 and 8
-# chunks: 2.00, 1.96, 1.85 times float32's speed in 0.685, 0.655, 0.641 of its memory;
-# and in 4, 7 and 13: 2.17, 2.13, 2.04 in 0.548, 0.535, 0.525.
+# Bytes of logits. Each further chunk costs a pass over the head's inputs and saves less
+# memory than the last: so the number grows as the square root. A decoder, compiled for
+# an H100 and read as flops and bytes, with 0.82 GB of logits in 2, 4 and 8 chunks, runs
+# at 2.00, 1.96, 1.85 times float32's speed in 0.685, 0.655, 0.641 of its memory; with
+# 3.3 GB in 4, 7 and 13 chunks, at 2.17, 2.13, 2.04 in 0.548, 0.535, 0.525.
 ONE_CHUNK = 2**26
 
 
-# Matrix units want multiples of so many. On an H100 torch's products with 2013 classes
-# ran at 120 TFLOP/s, those of the blocks of a decoder at 600.
+# Matrix units want multiples of this number. On an H100 torch's products with 2013
+# classes ran at 120 TFLOP/s, those in the blocks of a decoder at 600.
 LANES = 128
 
 
-# The width of a head's inputs up to which half of the logits are computed again, if
-# metrics read classes. On an H100, compiled and read with this limit moved, in chunks
-# and as a whole, over float32: GPT-2, 768 wide, 1.58 in 0.75 and 1.62 in 1.03; but of
-# 2048, Llama 1.71 in 0.67 and 1.85 in 0.73, Gemma 1.45 in 0.92 and 1.61 in 1.11.
+# If metrics read classes, half of the logits are computed again for heads whose inputs
+# are up to this wide. Compiled for an H100 with this limit moved, speed and memory over
+# float32's, in chunks and as a whole: GPT-2, 768 wide, 1.58 in 0.75 and 1.62 in 1.03;
+# 2048 wide, Llama 1.71 in 0.67 and 1.85 in 0.73, Gemma 1.45 in 0.92 and 1.61 in 1.11.
 NARROW = 1024
 
 
 def number_of_chunks(size: int, width: int, logits: str, classes: bool) -> int:
-    """Of logits of so many bytes; 0 if the loss reads them as a whole.
+    """The number of chunks; 0 if the loss reads the logits as a whole.
 
     Args:
-        size: what float32 logits take.
+        size: bytes of the logits in float32.
         width: of the inputs of the head.
         logits, classes: as in `HalfOperands`.
     """
@@ -76,15 +76,15 @@ def number_of_chunks(size: int, width: int, logits: str, classes: bool) -> int:
 
 
 def size_of_chunk(classes: int, number: int) -> int:
-    """Of how many classes one of so many chunks is; the last one may be smaller."""
+    """How many classes each of `number` chunks has; the last one may have fewer."""
     return LANES * -(-classes // (LANES * number))
 
 
 def number_recomputed(number: int, logits: str, classes: bool) -> int:
-    """How many of so many chunks the backward pass computes again.
+    """How many of `number` chunks the backward pass computes again.
 
-    If metrics read classes it is half of them: then what is kept takes what logits in
-    half precision would.
+    If metrics read classes, half of them: the rest then takes as much memory as all
+    logits would in half precision.
     """
     if logits == "recomputed":
         return number
@@ -95,8 +95,8 @@ def number_recomputed(number: int, logits: str, classes: bool) -> int:
 # `run(a, b, dtype)` multiplies tensors of any dtype and returns `dtype`. Elsewhere a
 # and b are matrices, and `run` shapes their product.
 Product = Callable[[Callable, Any, Any, HalfOperands], Any]
-# Of the arguments of an operation: its two operands and `run`; None if it has no such
-# product.
+# Takes an operation's arguments; returns its two operands and `run`, or None if it has
+# no such product.
 Prepare = Callable[..., tuple[Any, Any, Callable] | None]
 
 _thread = threading.local()
@@ -104,7 +104,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def half_operands(operands: HalfOperands) -> Iterator[None]:
-    """Lets the products of this thread have such operands."""
+    """Gives such operands to the products of this thread."""
     before = getattr(_thread, "operands", None)
     _thread.operands = operands
     try:
@@ -114,16 +114,16 @@ def half_operands(operands: HalfOperands) -> Iterator[None]:
 
 
 def in_scope() -> bool:
-    """Is the head of a model being called, whose products have such operands?"""
+    """Is a model's head being called, whose products have such operands?"""
     return getattr(_thread, "operands", None) is not None
 
 
 def repairs(
     product: Product, possible: Callable[[], bool], **prepare: Prepare
 ) -> dict[str, Wrapper]:
-    """Wrappers of operations that obey `half_operands` where that is possible.
+    """Wrappers of operations that obey `half_operands` if that is possible.
 
-    Each by the name of its operation.
+    Keys are the names of the operations.
     """
     return {name: _wrapper(product, possible, each) for name, each in prepare.items()}
 
@@ -150,10 +150,10 @@ def _wrapper(
 
 
 def _are_of_head(args: tuple, operands: HalfOperands) -> bool:
-    """Are these tensors of the head itself, and of no half-precision layer within it?
+    """Do these tensors belong to the head, not to a half-precision layer in it?
 
-    Such a layer casts all to its dtype. Where a head does not autocast, such as
-    ReversibleEmbedding, or its kernel is bfloat16, one of them is half or both are.
+    Such a layer casts all of them to its dtype. If a head does not autocast, such as
+    ReversibleEmbedding, or has a bfloat16 kernel, one of them or both are half.
     """
     dtypes = {_dtype(x) for x in args if hasattr(x, "dtype")}
     if dtypes == {operands.dtype}:

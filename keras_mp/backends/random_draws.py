@@ -14,10 +14,10 @@ _BY_SHAPE = ("normal", "truncated_normal", "uniform")
 
 @contextlib.contextmanager
 def same_draws_in_every_dtype() -> Iterator[None]:
-    """Lets all that draws, from the same seed, draw the same in half precision.
+    """Makes draws from the same seed the same in half precision and float32.
 
-    Meanwhile it draws in float32 and rounds. TensorFlow and torch draw other numbers
-    for float16 than for float32, and JAX does for what is not a Dropout.
+    Numbers are drawn in float32 and rounded. Without this, TensorFlow and torch draw
+    other numbers for float16 than for float32; JAX does, too, except in a Dropout.
     """
     module = private.backend_random
     before = {name: getattr(module, name) for name in (*_BY_SHAPE, "dropout")}

@@ -1,13 +1,13 @@
-"""What the backends share of stochastic rounding to bfloat16: a hash, and its keys.
+"""What the backends share in stochastic rounding to bfloat16: a hash and its keys.
 
 A float32 number becomes one of its two neighbours in bfloat16, the upper one with a
 probability that grows from 0 to 1 between them: the mean is the number itself. So a
-small update of a weight, below half of its last bit, is made now and then, where
-rounding to nearest never makes it.
+small update of a weight, below half of its last bit, takes effect now and then;
+rounding to nearest always drops it.
 
 The random bits are a hash of the seed, the step, the number of the write within it and
-the place in the tensor: any device computes its own part, and every run the same. The
-backends' own generators take longer than the update itself.
+the place in the tensor: any device computes its own part, and every run gets the same
+bits. The backends' own generators take longer than the update itself.
 
 Sources: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; the hash
 is "lowbias32", Wellons 2018, "Prospecting for Hash Functions".
@@ -22,12 +22,12 @@ _GOLDEN = 0x9E3779B9
 
 
 class Words(NamedTuple):
-    """Operations of a backend on 32-bit words; numbers of Python's may stand in.
+    """Operations of a backend on 32-bit words, or on Python numbers in their place.
 
     Attributes:
-        word: an integer, or a scalar tensor of integers, as such a word.
+        word: turns an integer, or an integer scalar tensor, into such a word.
         xor: (x, y) -> their exclusive or.
-        shift: (x, bits) -> x, shifted right by so many bits.
+        shift: (x, bits) -> x, shifted right by `bits`.
         numbers: (shape, axis) -> the place along an axis of each element.
     """
 
@@ -38,7 +38,7 @@ class Words(NamedTuple):
 
 
 class RandomBits:
-    """Words of random bits: other ones for each step and each write.
+    """Words of random bits, different for each step and each write.
 
     Args:
         words: the operations of the backend.

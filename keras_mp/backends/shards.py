@@ -1,4 +1,4 @@
-"""What is asked of a backend where several processes share the weights of a model."""
+"""What a backend does if several processes share the weights of a model."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import keras
 
 
 class Shards:
-    """Weights that each process has as a whole: on all backends but torch."""
+    """Each process holds all weights whole, as on every backend but torch."""
 
     def fully_shard(
         self, model: Any, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
@@ -16,10 +16,10 @@ class Shards:
         """Shards the weights of a built model over the processes of a mesh, on torch.
 
         Args:
-            model: it has no weights in other processes yet.
+            model: its weights are not sharded yet.
             groups: layers that hold no layer of another group, each with the weights
-                that are gathered while it computes; last the model itself.
-            mesh: a `DeviceMesh` of torch, or None for all processes.
+                that are gathered while it computes; the last is the model itself.
+            mesh: a torch `DeviceMesh`, or None for all processes.
         """
         raise ValueError(
             "`fully_shard` is for the backend torch. Received: backend="
@@ -32,7 +32,7 @@ class Shards:
         return False
 
     def shard_like(self, reference: Any, variable: Any) -> None:
-        """Shards an optimizer's new variable as its weight is, if that is sharded."""
+        """Shards an optimizer's new variable like its weight, if that is sharded."""
         return
 
     def among_shards(
@@ -40,7 +40,7 @@ class Shards:
     ) -> contextlib.AbstractContextManager:
         """A context in which an optimizer updates variables, sharded or not.
 
-        Shards meet tensors there that each process has as a whole.
+        In it, shards may be combined with tensors that each process holds whole.
 
         Raises:
             ValueError: if some of the variables are sharded, and others are not.
@@ -48,8 +48,8 @@ class Shards:
         return contextlib.nullcontext()
 
     def write_file(self, model: Any, write: Callable[[], Any]) -> Any:
-        """Calls `write`, which reads a model's variables: in the first process alone.
+        """Calls `write`, which reads a model's variables.
 
-        If the model is sharded, that is, and once all processes are here.
+        If the model is sharded, all processes gather it, and only the first one writes.
         """
         return write()

@@ -1,4 +1,4 @@
-"""What loss scaling asks of a backend at a step: unscale, check, write or not.
+"""What loss scaling asks of a backend in a step: unscale, check, write or not.
 
 A gradient passes `unscale` and `check` on its way to `update_if`.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-# What a gradient holds beside numbers: the highest code that applies.
+# What a gradient holds besides finite numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2
 
 
@@ -42,10 +42,10 @@ class Step:
     def unscale_in_place(
         self, grads: Sequence[Any], scale: Any, variables: Sequence[Any]
     ) -> tuple[list[Any], Any] | None:
-        """Divides gradients by the scale where they are, and checks them on the way.
+        """Divides gradients by the scale in place, and checks them in the same pass.
 
         Returns:
-            The gradients and, for `check`, what was found. None where that is no
+            The gradients and, for `check`, what was found. None if that is no
             faster than `unscale`.
         """
         return None
@@ -62,13 +62,13 @@ class Step:
         """Looks for what is not finite.
 
         Args:
-            tensors: gradients and what else must be finite, None where there is
-                nothing; last the loss, which is looked at and decides nothing.
-            found: what `unscale_in_place` found in the gradients, if nothing else but
-                the loss is among `tensors`.
+            tensors: gradients and others that must be finite, None for a missing one.
+                The last is the loss, which gets a code but does not decide.
+            found: what `unscale_in_place` found in the gradients, if `tensors` holds
+                nothing else but the loss.
 
         Returns:
-            A bool scalar, is all but the loss finite? And the code of each tensor:
+            A bool scalar: is all but the loss finite? And the code of each tensor:
             int8, (len(tensors),). Both are the same on all replicas.
         """
         codes = self.nonfinite(tensors)
@@ -86,7 +86,7 @@ class Step:
         """Runs an update, whose writes take effect only if `finite`, a bool scalar.
 
         Returns:
-            Whether it ran, where Python knows.
+            Whether it ran, or None if Python does not know.
         """
         if finite:
             update.run(grads)
@@ -96,28 +96,28 @@ class Step:
     def faster_updates(
         self, optimizers: Sequence[Any]
     ) -> contextlib.AbstractContextManager:
-        """A context in which these optimizers of Keras update as fast as they can."""
+        """A context in which these Keras optimizers update as fast as they can."""
         return contextlib.nullcontext()
 
     def stochastic_rounding(self, seed: Any, step: Any) -> Callable[[Any], Any]:
         """A function that rounds float32 tensors to bfloat16, see `rounding.py`.
 
         Args:
-            seed, step: integer scalars. Of the same two, the tensors of a step get the
-                same bits in the same order; each tensor has bits of its own.
+            seed, step: integer scalars. The same two give the tensors of a step the
+                same bits in the same order; each tensor gets bits of its own.
         """
         raise NotImplementedError
 
     def plain_updates(
         self, optimizers: Sequence[Any]
     ) -> contextlib.AbstractContextManager:
-        """A context in which optimizers of Keras write each variable by `assign`."""
+        """A context in which Keras optimizers write each variable with `assign`."""
         return contextlib.nullcontext()
 
     def refuse_replicas(self, what: str) -> None:
-        """Raises a ValueError under a strategy of several replicas, on TensorFlow."""
+        """Raises a ValueError under a TensorFlow strategy of several replicas."""
         return
 
     def agreed(self, value: Any) -> Any:
-        """A scalar of this process, or on torch that of the first of all processes."""
+        """A scalar of this process; on torch, the scalar of the first process."""
         return value

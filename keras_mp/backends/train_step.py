@@ -11,18 +11,18 @@ from keras import ops
 # gradients that underflow, too.
 monitored: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 SCALE, UNDERFLOW = "scale", "underflow"
-# Model -> a weak reference to a function (train function, its arguments) -> its result,
-# which makes the next call of the train function in place of `fit`. It goes with that.
+# Model -> a weak reference to a function (train function, its arguments) -> its result.
+# It makes the next call of the train function in place of `fit`, and is dropped then.
 next_calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def logs_of_step(
     model: Any, logs: Any, scaling: Any, undone: Any, measured: Any
 ) -> Any:
-    """The logs of a step, as they are if it was undone, and with the loss scale.
+    """The logs of a step, without it if it was undone, and with the loss scale.
 
     Args:
-        model: its variables are as they are after the step.
+        model: its variables hold their values after the step.
         logs: what the train step returned.
         scaling: the `LossScaling` of the model's optimizer.
         undone: whether the step was undone; a bool scalar, or False.
@@ -35,7 +35,7 @@ def logs_of_step(
         logs = _without_step(logs, results, ops.logical_and(undone, measured))
     if model not in monitored:
         return logs
-    # Among a step's own results they reach every logger, and no step waits for them.
+    # As results of the step they reach every logger, and no step waits for them.
     logs = {
         **logs,
         "loss_scale": ops.copy(scaling.scale.value),
@@ -59,10 +59,10 @@ def any_measured(metrics: Sequence[Any]) -> Any:
 
 
 def _without_step(logs: dict[str, Any], results: dict[str, Any], undone: Any) -> Any:
-    """The results of the metrics in place of logs, where `undone`.
+    """Replaces logs by the results of the metrics if `undone`.
 
-    At the beginning of an epoch metrics say 0 before they have measured anything, which
-    would pass for the best loss so far: there `undone` is False, and the logs stay.
+    At the start of an epoch, metrics that have not measured anything say 0, which would
+    pass for the best loss so far: there `undone` is False, and the logs stay.
     """
 
     def choose(log: Any, result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention where a backend's own fails in float16."""
+"""Scaled dot-product attention for backends whose own fails in float16."""
 
 import functools
 import math
@@ -12,9 +12,9 @@ from keras import ops
 def scaled_first(original: Callable) -> Callable:
     """Scales the queries before their product with the keys, not the product.
 
-    TensorFlow multiplies queries and keys in float16, and scales the logits when they
-    have passed 65504. Here the scale is split: a power of two, which rounds nothing,
-    goes to the queries.
+    TensorFlow multiplies queries and keys in float16, and scales the logits afterwards,
+    when they may have passed 65504. Here the scale is split: a power of two, which
+    rounds nothing, goes to the queries.
     """
 
     @functools.wraps(original)

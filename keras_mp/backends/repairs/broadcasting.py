@@ -1,8 +1,8 @@
-"""Gradients of what is broadcast, a bias or a gain, summed in float32.
+"""Sums the gradients of what is broadcast, a bias or a gain, in float32.
 
-Such a gradient is a sum over all positions. A backend that makes it in half precision
-stalls: in bfloat16 at 256 times the size of a term, in float16 at 2048. On CPUs both
-JAX and TensorFlow do so.
+Such a gradient is a sum over all positions. A sum in half precision stalls: in bfloat16
+at 256 times the size of a term, in float16 at 2048. On CPUs both JAX and TensorFlow sum
+in half precision.
 """
 
 import functools
@@ -19,8 +19,8 @@ def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]
     """Wrappers of `add`, `subtract` and `multiply` whose gradients do not stall.
 
     They broadcast half-precision operands in float32 and cast them back, which changes
-    no value; the gradient of a broadcast in float32 is a sum in float32. Compiled it
-    costs nothing.
+    no value; the gradient of a broadcast in float32 is a sum in float32. It costs
+    nothing if it is compiled.
 
     Args:
         is_summed_in_half: whether the backend would sum the gradient of an operation on
@@ -45,13 +45,13 @@ def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]
 
 
 def _broadcast(x: Any, other: Any) -> Any:
-    """`x` in the shape of `other`, if that is what the operation makes of it."""
+    """`x` in the shape of `other`, if the operation would broadcast it to that."""
     sizes = zip(reversed(x.shape), reversed(other.shape), strict=False)
     if len(x.shape) > len(other.shape) or not all(a in (1, b) for a, b in sizes):
         return x
     if tuple(x.shape) == tuple(other.shape):
         return x
-    # A size that is not known may be 1 in `other`, and keeps that of `x`.
+    # An unknown size of `other` may be 1: the size of `x` is used.
     added = len(other.shape) - len(x.shape)
     own, shape = ops.shape(x), list(ops.shape(other))
     for axis, size in enumerate(x.shape):
