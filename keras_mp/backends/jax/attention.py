@@ -1,7 +1,7 @@
 """Scaled dot-product attention in half precision, as the device wants it.
 
-Which kernel computes it is decided where the program is lowered, not by the devices of
-the process that traces it.
+The kernel is chosen when the program is lowered, not by the devices of the process that
+traces it.
 """
 
 import functools
@@ -19,7 +19,7 @@ from keras_mp.backends.jax import cudnn_attention, splash_attention
 
 
 def chosen_by_device(original: Callable) -> Callable:
-    """Wraps Keras' `dot_product_attention`: its calls in half precision are ours."""
+    """Wraps Keras' `dot_product_attention`: we compute its calls in half precision."""
 
     @functools.wraps(original)
     def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -89,7 +89,7 @@ def _attention(
         jax.nn.dot_product_attention, implementation="xla", **options
     )
     in_float32 = functools.partial(_in_float32, plain)
-    # CPUs have no such products in half precision, and TPUs none of float16.
+    # CPUs have no such products in half precision, and TPUs none in float16.
     branches: dict[str, Callable] = {"cpu": in_float32, "default": plain}
     if query.dtype == "float16":
         branches["tpu"] = in_float32

@@ -1,4 +1,4 @@
-"""One batch at a time on JAX, where `fit` passes the state of a model round."""
+"""One batch at a time on JAX, where `fit` passes the state of a model around."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from keras_mp.backends.batches import Batches
 
 
 class JaxBatches(Batches):
-    """The state of a model is what `fit` passes round."""
+    """`fit` passes the state of a model around."""
 
     def only(self, batch: Any, iterator: Any) -> Any:
         return iter([batch])
@@ -31,7 +31,7 @@ class JaxBatches(Batches):
         try:
             yield
         finally:
-            # As `fit` has left them: it goes on with the state.
+            # `fit` had detached the variables, and goes on with the state.
             private.detach_state(model, parts)
 
     def other_workers(self, model: Any) -> str:
@@ -40,7 +40,7 @@ class JaxBatches(Batches):
 
 
 def _parts(model: Any) -> dict[str, list[Any]]:
-    """The variables whose values `fit` passes round, in its order."""
+    """The variables whose values `fit` passes around, in its order."""
     return {
         "trainable_variables": model.trainable_variables,
         "non_trainable_variables": model.non_trainable_variables,

@@ -1,8 +1,8 @@
 """A large head and its cross-entropy, differentiated in chunks of the classes.
 
-The gradient of the logits is never there as a whole, nor, if the backward pass computes
-them again, are the logits. Known as fused linear cross-entropy (Hsu et al. 2024, Liger
-Kernel; Wijmans et al. 2024, Cut Your Losses); here of operations of XLA's.
+The gradient of the logits is never whole in memory, and neither are the logits if the
+backward pass computes them again. This is known as fused linear cross-entropy (Hsu et
+al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your Losses); here XLA computes it.
 """
 
 import functools
@@ -26,7 +26,7 @@ from keras_mp.backends.products import (
 
 
 def number_for(head: Product) -> int:
-    """The number of chunks; 0 if the loss reads all logits at a time."""
+    """The number of chunks; 0 if the loss reads all logits at once."""
     shape = *head.inputs.shape[:-1], head.kernel.shape[-1]
     distribution: Any = keras.distribution.distribution()
     devices = math.prod(distribution.device_mesh.shape) if distribution else 1
@@ -42,7 +42,7 @@ def losses(head: Product, targets: Any, number: int) -> Any:
     Args:
         head: the logits (..., classes).
         targets: integer labels (...,), or probabilities (..., classes).
-        number: of chunks.
+        number: the number of chunks.
     """
     in_chunks = functools.partial(_losses, head, number)
     operands = head.inputs, head.kernel, list(head.others), targets
@@ -59,8 +59,8 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
     size = size_of_chunk(classes, number)
     chunks = [_Chunk(head, i, min(i + size, classes)) for i in range(0, classes, size)]
     how = head.operands
-    # These come first in the forward pass and last in the backward pass, so that what
-    # is kept is there for the shortest time.
+    # These come first in the forward pass and last in the backward pass, so that the
+    # products of the others are kept for the shortest time.
     recomputed = number_recomputed(len(chunks), how.logits, how.classes)
 
     @jax.custom_vjp
@@ -76,7 +76,7 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
         largest: list[tuple[Any, Any]] = []
         for index, chunk in enumerate(chunks):
             if sums and index <= recomputed:
-                # One after the other: XLA would keep the logits of several.
+                # One after the other, or XLA keeps the logits of several.
                 after = lax.optimization_barrier((inputs, own, sums[-1]))
                 inputs, own, sums[-1] = after
             product = chunk.product(inputs, half)
@@ -108,7 +108,7 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
             # Again one after the other.
             after = lax.optimization_barrier((inputs, total, by_inputs))
             inputs, total, by_inputs = after
-            if len(chunks) > 1:  # XLA would make all parts of the kernel at once.
+            if len(chunks) > 1:  # Or XLA makes all parts of the kernel at once.
                 half, by_inputs = lax.optimization_barrier((half, by_inputs))
             if product is None:
                 product = chunk.product(inputs, half)
@@ -140,7 +140,7 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
 
 
 def _class_of(largest: Sequence[tuple[Any, Any]]) -> Any:
-    """The class of the largest logit: of each chunk's largest and its class, (...,)."""
+    """The class of the largest logit, from each chunk's largest and its class."""
     logits, classes = map(jnp.stack, zip(*largest, strict=True))
     chunk = jnp.argmax(logits, axis=0)[jnp.newaxis]
     return jnp.take_along_axis(classes, chunk, axis=0)[0]
@@ -158,7 +158,7 @@ def _weights(targets: Any) -> Any:
 
 
 def _is_none(targets: Any, classes: int) -> Any:
-    """Which labels are no class: (...,)."""
+    """Which labels are not classes: (...,)."""
     if _are_probabilities(targets):
         return False
     return (targets < 0) | (targets >= classes)

@@ -1,4 +1,4 @@
-"""Functions that are one program where they are called eagerly, on JAX."""
+"""Functions that run as one program if they are called eagerly, on JAX."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from jax import lax
 
 def is_tracing() -> bool:
     """Are we inside jax.jit? Eager jax.grad does not count."""
-    # What JAX creates is a tracer only where a program is being recorded: jax.grad
-    # outside jit computes such constants at once. This one takes the least time.
+    # A constant that JAX creates is a tracer only while a program is being recorded:
+    # jax.grad outside jit computes it at once. This one takes the least time.
     return isinstance(lax.iota(np.int32, 1), jax.core.Tracer)
 
 
@@ -23,8 +23,8 @@ def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
     def call(*args: Any) -> Any:
         if not is_tracing():
             return jitted(*args)
-        # A part of the program that is being traced. Functions of jax.numpy are jitted
-        # themselves, which takes longer than to trace them.
+        # It becomes a part of the program that is being traced. jax.numpy's functions
+        # are jitted themselves, which takes longer than tracing them.
         with jax.disable_jit():
             return function(*args)
 

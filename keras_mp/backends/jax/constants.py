@@ -1,4 +1,4 @@
-"""The numbers that stand in a traced program, on JAX."""
+"""The numbers in a traced program, on JAX."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ def constants(
     function: Callable, variables: Sequence[Any], arguments: Any
 ) -> list[Constant]:
     def run(values: list, arguments: Any) -> Any:
-        # As arguments, variables are no constants.
+        # As arguments, variables do not become constants.
         mapping = list(zip(variables, values, strict=True))
         with keras.StatelessScope(mapping):
             return function(arguments)
@@ -58,7 +58,7 @@ def _within(jaxpr: Any, known: dict[Any, Any], outer: str) -> Iterator[Constant]
                 continue
             dtype = atom.aval.dtype
             if equation.primitive.name in ("convert_element_type", "broadcast_in_dim"):
-                # What it is turned to is what counts.
+                # What counts is what it is converted to.
                 out = equation.outvars[0]
                 turned = np.asarray(value).astype(out.aval.dtype)
                 known[out] = turned.reshape(())

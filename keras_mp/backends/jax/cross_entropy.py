@@ -1,6 +1,6 @@
 """The cross-entropy of what a head returns.
 
-It is computed from the logits of the head, also if that returns their softmax.
+It is computed from the head's logits, even if the head returns their softmax.
 """
 
 import functools
@@ -53,7 +53,7 @@ def _loss(original: Callable) -> Callable:
         losses = _in_chunks(x, labels, output)
         if losses is None:
             losses = one_pass.losses(x, labels)
-        if not from_logits:  # As Keras clips probabilities.
+        if not from_logits:  # Keras clips probabilities the same way.
             epsilon = keras.config.epsilon()
             limits = -jnp.log(jnp.asarray([1 - epsilon, epsilon], losses.dtype))
             losses = jnp.clip(losses, limits[0], limits[1])
@@ -63,7 +63,7 @@ def _loss(original: Callable) -> Callable:
 
 
 def _loss_of_probabilities(original: Callable) -> Callable:
-    # After a softmax Keras clips each probability: that is left as it was.
+    # After a softmax Keras clips each probability: we leave that alone.
     @functools.wraps(original)
     def loss(
         target: Any, output: Any, from_logits: bool = False, axis: int = -1
@@ -81,14 +81,14 @@ def _loss_of_probabilities(original: Callable) -> Callable:
 
 
 def _may_be_parted_by_classes() -> bool:
-    """Then XLA would gather the parts for a reduction in one pass, and for chunks."""
+    """If so, XLA would gather the parts, both for one pass and for chunks."""
     distribution = keras.distribution.distribution()
     parted_by_examples = type(None), keras.distribution.DataParallel
     return not isinstance(distribution, parted_by_examples)
 
 
 def _in_chunks(x: Any, targets: Any, output: Any) -> Any | None:
-    """The losses of logits, in chunks; None if these are small or not known.
+    """The losses of logits, in chunks; None if the logits are small or not known.
 
     Args:
         x: logits.
@@ -98,7 +98,7 @@ def _in_chunks(x: Any, targets: Any, output: Any) -> Any | None:
     fact = logits.known(x)
     if not (isinstance(fact, Product) and compilation.is_tracing()):
         return None
-    # Metrics read what the model returns, not what the loss has made of it.
+    # Metrics read what the model returns, not what the loss makes of it.
     if fact.operands.classes and not fact.returned:
         return None
     number = chunks.number_for(fact)

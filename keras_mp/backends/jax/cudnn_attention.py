@@ -1,4 +1,4 @@
-"""Attention by cuDNN's fused kernel, which writes no logits, wherever it can be.
+"""Attention by cuDNN's fused kernel, which writes no logits, if it applies.
 
 Source: Dao et al. 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention".
 """
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 
 from keras_mp.backends.jax.private import cudnn_assumed
 
-# Sizes of a head: multiples of 8 up to this, and before Hopper up to this.
+# The size of a head is a multiple of 8, up to the first; before Hopper, the second.
 LARGEST, LARGEST_BEFORE_HOPPER = 256, 128
 AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 def takes(query: Any, key: Any, value: Any) -> bool:
-    """Does the kernel compute it, on the GPU of this process or any that has it?
+    """Can the kernel compute it, on the GPU of this process?
 
-    Without a GPU here, one from Ampere on is assumed.
+    Without a GPU here, an Ampere GPU or a later one is assumed.
     """
     try:
         capability = jax.devices("cuda")[0].compute_capability
@@ -38,10 +38,10 @@ def takes(query: Any, key: Any, value: Any) -> bool:
 def attend(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any
 ) -> Any:
-    """Arguments and result as those of `jax.nn.dot_product_attention`.
+    """Takes and returns what `jax.nn.dot_product_attention` does.
 
-    The kernel takes even lengths: others are padded, and cut. It broadcasts neither
-    length of a bias or mask.
+    The kernel takes even lengths: odd ones are padded, and the result is cut. It does
+    not broadcast either length of a bias or mask.
     """
     length, keys = query.shape[1], key.shape[1]
     odd, odd_keys = length % 2, keys % 2
@@ -67,7 +67,7 @@ def attend(
 
 
 def _padded(x: Any, sizes: tuple[int, ...]) -> Any:
-    """With zeros, or False, after each axis."""
+    """Pads the end of each axis with zeros, or False."""
     if x is None or not any(sizes):
         return x
     return jnp.pad(x, [(0, size) for size in sizes])

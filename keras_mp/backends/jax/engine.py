@@ -29,7 +29,7 @@ from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_fin
 
 
 class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
-    """Steps are traced: nothing may be decided in Python there."""
+    """Steps are traced, so Python cannot decide anything in them."""
 
     compiled = staticmethod(compilation.compiled)
     note_logits = staticmethod(logits.note_outputs)
@@ -64,7 +64,7 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
                 optimizer[index] = jnp.where(broken, value, optimizer[index])
             non_trainable, metrics = (
                 [
-                    # What the step did not write needs no select: frozen weights.
+                    # Values that the step did not write need no select: frozen weights.
                     new if new is old else jnp.where(skipped, old, new)
                     for old, new in zip(state[part], after[part], strict=True)
                 ]

@@ -1,7 +1,7 @@
-"""What a head returns, known to the loss that reads it.
+"""Tells the loss how the logits that it reads were made.
 
-What a function that is traced by itself returns (`jax.checkpoint`, `jit`) is
-another tensor than the one that was known in it.
+A function that is traced by itself (`jax.checkpoint`, `jit`) returns another tensor
+than the one known inside it.
 """
 
 import functools
@@ -20,19 +20,19 @@ from keras_mp.backends.products import HalfOperands
 
 
 class Head:
-    """Logits that a head has returned, made in a way that is not known."""
+    """Logits that a head returned and made in an unknown way."""
 
 
 class Product(NamedTuple):
-    """A product of (..., k) and (k, classes), and what was made of it step by step.
+    """A product of (..., k) and (k, classes), and the steps that followed it.
 
     Attributes:
         inputs: (..., k).
         kernel: (k, classes).
         operands: how it is computed.
-        others: the tensors that the steps take, which broadcast to the product.
-        steps: elementwise functions of what is made so far and of `others`.
-        returned: whether the head returned it just so.
+        others: further tensors that the steps take, which broadcast to the product.
+        steps: elementwise functions of the result so far and `others`.
+        returned: whether the head returned the result of the last step.
     """
 
     inputs: Any
@@ -43,7 +43,7 @@ class Product(NamedTuple):
     returned: bool = False
 
     def follow(self, product: Any, others: Sequence[Any], start: int, stop: int) -> Any:
-        """The logits of the classes from `start` to `stop`, of the product for them."""
+        """The logits of the classes from `start` to `stop`, from their product."""
         parts = [
             lax.slice_in_dim(x, start, stop, axis=x.ndim - 1)
             if x.ndim and x.shape[-1] > 1
@@ -59,9 +59,9 @@ class Probabilities(NamedTuple):
     logits: Any
 
 
-_PRODUCT = object()  # In place of the product itself, which nothing may keep alive.
+_PRODUCT = object()  # Stands for the product itself, which nothing may keep alive.
 _known: Known[Head | Product | Probabilities] = Known()
-_classes: Known[Any] = Known()  # Of the largest logits.
+_classes: Known[Any] = Known()  # The classes of the largest logits.
 known = _known.get
 
 
@@ -71,7 +71,7 @@ def note(tensor: Any, fact: Head | Product | Probabilities) -> None:
 
 
 def note_classes(losses: Any, output: Any, classes: Any) -> Any:
-    """Lets the class of an output's largest element be known where metrics read it.
+    """Remembers the class of an output's largest element for metrics that read it.
 
     Args:
         losses: any tensor that the step goes on with.
@@ -85,9 +85,9 @@ def note_classes(losses: Any, output: Any, classes: Any) -> Any:
     return _noting(losses, output, classes)
 
 
-# Keras differentiates the loss by `jax.value_and_grad` and computes metrics outside:
-# what the model returned is another tracer there. It is the one that `_note_outside`
-# gets, as JAX calls it with what the tracers of the differentiation stand for.
+# Keras differentiates the loss with `jax.value_and_grad` and computes metrics outside,
+# where the model's output is another tracer. `_note_outside` gets that: JAX calls it
+# with the values that the tracers of the differentiation stand for.
 @jax.custom_jvp
 def _noting(losses: Any, output: Any, classes: Any) -> Any:
     return losses
@@ -113,9 +113,9 @@ def note_outputs(outputs: Any) -> None:
 
 
 def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
-    """Wrappers of what heads and losses do to logits, round others of the same names.
+    """Wrappers of what heads and losses do to logits, around others by the same name.
 
-    They add a bias, cap (a quotient, tanh and a product) and leave out ignored labels.
+    Heads add a bias or cap logits (divide, tanh, multiply); losses mask ignored labels.
     """
 
     def wrapper(name: str) -> Wrapper:
@@ -155,7 +155,7 @@ def _followed(original: Callable) -> Callable:
 def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> None:
     fact: Any = known(before)
     others = list(fact.others)
-    # Of each argument: what it is, and where it stands among the others.
+    # For each argument: its value, or else its place among the others.
     places: list[tuple[Any, int | None]] = []
     for x in args:
         if x is before:

@@ -27,11 +27,11 @@ def differentiate(
         trace = get_opaque_trace_state()
 
         def see(x: Any) -> tuple[Any, bool]:
-            # What stands in a loop of its own must not leave it.
+            # A tensor inside a loop must not leave it.
             here = get_opaque_trace_state() == trace and isinstance(x, jax.Array)
             if not (here and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)):
                 return x, False
-            # The gradient by what is added is that by the sum.
+            # The gradient by the zeros is the gradient by the sum.
             seen.append(x if zeros is None else x + zeros[len(seen)])
             return seen[-1], True
 
@@ -51,7 +51,7 @@ def differentiate(
 
 
 def list_devices() -> list[Device]:
-    """The devices of all processes, which have to come to the same policy."""
+    """The devices of all processes, which must all choose the same policy."""
     return [_device(device) for device in jax.devices()]
 
 
@@ -59,8 +59,8 @@ def _device(device: Any) -> Device:
     name, platform = str(device.device_kind), str(device.platform).lower()
     if platform not in ("gpu", "cuda"):
         return Device(platform, name)
-    # JAX calls an AMD GPU "gpu" too. What tells them apart is the client's
-    # version text and the capability, "gfx942" there and "9.0" on NVIDIA's.
+    # JAX calls an AMD GPU "gpu" too. The client's version text and the capability tell
+    # them apart: "gfx942" on AMD, "9.0" on NVIDIA.
     version = str(getattr(device.client, "platform_version", "")).lower()
     capability = getattr(device, "compute_capability", None)
     if "rocm" in version or str(capability).startswith("gfx"):
@@ -70,7 +70,7 @@ def _device(device: Any) -> Device:
 
 
 def measure_memory() -> Callable[[], int | None]:
-    """What the compiled train step needs on any device, as JAX' compiler planned it.
+    """What the compiled train step needs on each device, as JAX's compiler planned.
 
     The counters of the devices themselves are never reset.
     """
@@ -106,4 +106,4 @@ class JaxMeasures(Measures):
     differentiate = staticmethod(differentiate)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
-    why_no_memory = "JAX has compiled no `train_step`, whose memory it would know"
+    why_no_memory = "JAX has compiled no `train_step` whose memory it could report"

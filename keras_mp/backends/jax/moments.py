@@ -1,7 +1,7 @@
-"""Mean and variance whose gradient is one pass over their input.
+"""Mean and variance whose gradient takes one pass over their input.
 
-The gradient of `jnp.var` sums x - mean once more, a sum that is zero, and keeps it in
-float32 until then.
+The gradient of `jnp.var` sums x - mean once more, though that sum is zero, and keeps
+x - mean in float32 until then.
 """
 
 import functools
@@ -47,7 +47,7 @@ def _derivative(axes: tuple[int, ...], primals: Sequence, tangents: Sequence) ->
     (x,), (dx,) = primals, tangents
     mean, variance = _mean_and_variance(axes, x)
     n = math.prod(x.shape[axis] for axis in axes)
-    # So that its transpose reads x, and no float32 copy of x - mean.
+    # Written so that its transpose reads x, not a float32 copy of x - mean.
     by_variance = (
         jnp.sum(x * dx, axes, keepdims=True) - mean * jnp.sum(dx, axes, keepdims=True)
     ) * (2 / n)

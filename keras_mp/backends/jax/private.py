@@ -7,10 +7,10 @@ from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 
-# JAX asks for the cuDNN of this process when attention is traced. It raises where there
-# is none, though the program may be compiled for a GPU from here.
+# JAX checks the cuDNN of this process when it traces attention. It raises if there is
+# none, though the program may be compiled for a GPU from here.
 _CHECK = "check_cudnn_version"
-# The first with all that JAX asks of it for GPUs up to Hopper.
+# The first version with everything that JAX asks for on GPUs up to Hopper.
 _ASSUMED = 91000
 
 # JAX does not say which program a tracer belongs to. If the name goes away, all tracers
@@ -23,7 +23,7 @@ _assumed = contextvars.ContextVar("assumed", default=False)
 
 @contextlib.contextmanager
 def cudnn_assumed() -> Iterator[None]:
-    """Lets attention by cuDNN be traced in this thread where no GPU is there."""
+    """Lets this thread trace attention by cuDNN even without a GPU."""
     check = getattr(_cudnn, _CHECK)
     if not getattr(check, "_keras_mp", False):
         setattr(_cudnn, _CHECK, _lenient(check))
@@ -37,7 +37,7 @@ def cudnn_assumed() -> Iterator[None]:
 def are_of_one_trace(a: Any, b: Any) -> bool:
     """Do two tensors belong to one program?
 
-    JAX raises where a tracer of an inner program is used outside.
+    JAX raises if a tracer of an inner program is used outside it.
     """
     return getattr(a, _TRACE, None) is getattr(b, _TRACE, None)
 

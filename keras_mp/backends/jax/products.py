@@ -41,7 +41,7 @@ def _with_half_operands(run: Callable, a: Any, b: Any, operands: HalfOperands) -
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
-        # The transposes of these are the products of the gradient: its dtype is theirs.
+        # The products of the gradient are the transposes of these, in the same dtype.
         dtype = operands.gradient
         (a, b), (da, db) = primals, tangents
         terms = [
@@ -57,8 +57,8 @@ def _with_half_operands(run: Callable, a: Any, b: Any, operands: HalfOperands) -
 def in_float32(run: Callable, a: Any, b: Any) -> Any:
     """The product of half-precision tensors in float32.
 
-    On CPUs of float32 tensors, whose products are the same: XLA has no kernel there for
-    bfloat16 of some layouts, and finds out when the program runs.
+    On CPUs it multiplies float32 tensors, with the same result: XLA has no kernel there
+    for bfloat16 in some layouts, and finds out when the program runs.
     """
     return lax.platform_dependent(
         a,
@@ -70,9 +70,9 @@ def in_float32(run: Callable, a: Any, b: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product_with_tied_weights(half: str, a: Any, b: Any) -> Any:
-    """The product of a (..., k) and b (k, n), the gradient by b in float32.
+    """The product of a (..., k) and b (k, n), with the gradient by b in float32.
 
-    The transpose of no operation of JAX has half operands and a float32 result. So it
+    No JAX operation has a transpose with half operands and a float32 result. So this
     has no forward derivative.
     """
     return in_float32(multiply, a.astype(half), b.astype(half))

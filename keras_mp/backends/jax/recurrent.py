@@ -1,7 +1,7 @@
-"""cuDNN's LSTM in half-precision layers: JAX has it in float32 alone.
+"""cuDNN's LSTM in half-precision layers: JAX has it only in float32.
 
-Keras asks for it where the process has an NVIDIA GPU. In float32 it is 11 kernels and
-13 if bidirectional; the loop in half precision is 31 for each time step.
+Keras uses it if the process has an NVIDIA GPU. In float32 it takes 11 kernels, or 13 if
+bidirectional; the loop in half precision takes 31 for each time step.
 """
 
 import functools
@@ -28,7 +28,7 @@ def _in_float32(original: Callable) -> Callable:
         dtype = jnp.result_type(inputs)
         if dtype.name not in HALF:
             return original(inputs, *args, **kwargs)
-        # What is no number, such as an activation, stays.
+        # Arguments that are not numbers, such as an activation, stay.
         wide_args, wide_kwargs = keras.tree.map_structure(
             lambda x: _cast(x, "float32"), ((inputs, *args), kwargs)
         )

@@ -25,7 +25,7 @@ def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
         sums = lax.bitcast_convert_type(x, np.uint32) + noise
         high = (sums >> np.uint32(16)).astype(np.uint16)
         near = lax.bitcast_convert_type(high, jnp.bfloat16)
-        # The sum makes infinities and zeros of nans.
+        # The sum turns nans into infinities and zeros.
         return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), near)
 
     return rounded

@@ -1,7 +1,7 @@
 """Selects in place of JAX's conditionals.
 
 Keras accumulates gradients on JAX with `lax.cond`, whose branches choose between values
-that are there already. On a GPU each of them waits for the host.
+that exist already. On a GPU each conditional waits for the host.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-# What costs no more in a branch that is not taken than a read of its operands.
+# In a branch that is not taken, these cost no more than a read of their operands.
 CHEAP = frozenset(
     {"add", "broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "sub"}
 )
@@ -19,8 +19,8 @@ CHEAP = frozenset(
 def without_conditionals(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a pure function of structures of arrays, inside a JAX trace.
 
-    The result computes the same, bit for bit. Conditionals whose branches are cheap
-    become selects; others stay.
+    The wrapped function returns the same, bit for bit. Conditionals whose branches are
+    cheap become selects; others stay.
     """
     from jax.extend.core import jaxpr_as_fun  # Keras does not import it.
 

@@ -1,7 +1,7 @@
 """Attention by the splash kernel of a TPU, which writes no logits.
 
-Keras asks for it as well, with a mask that is a tracer wherever it is traced, and falls
-back; without a mask it asks for a causal one, and leaves the scale out.
+Keras tries it too. Its mask is a tracer under a trace, so it falls back; without a mask
+it uses a causal one, and leaves the scale out.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     make_splash_mha,
 )
 
-# The kernel's blocks have so many rows, and older versions of JAX so many columns.
+# The kernel's blocks have this many rows and, in older JAX, this many columns.
 BLOCK = 128
 ANY_SIZE = (0, 10, 0)
 
 
 def takes(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> bool:
-    """Does the kernel compute it? It takes no float16, and constant masks alone."""
+    """Can the kernel compute it? It takes no float16, and only constant masks."""
     sizes = query.shape[-1], value.shape[-1]
     return (
         query.dtype == "bfloat16"
@@ -38,7 +38,7 @@ def takes(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> bool:
 def attend(
     query: Any, key: Any, value: Any, *nothing: Any, scale: float, is_causal: bool
 ) -> Any:
-    """Arguments and result as those of `jax.nn.dot_product_attention`."""
+    """Takes and returns what `jax.nn.dot_product_attention` does."""
     kind = CausalMask if is_causal else FullMask
     one = kind((query.shape[1], key.shape[1]))
     mask = MultiHeadMask([one] * query.shape[2])

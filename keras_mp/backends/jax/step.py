@@ -1,4 +1,4 @@
-"""A step on JAX: selects where each variable is written, no conditional."""
+"""A step on JAX: each write to a variable is a select, and nothing is a conditional."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class SelectingScope(keras.StatelessScope):
 
     def __init__(self, predicate: Any, state_mapping: dict[int, Any]) -> None:
         super().__init__()
-        # Once for each shape: XLA reads every line.
+        # Broadcast once for each shape: XLA reads every line.
         self._predicate_for = functools.cache(
             functools.partial(lax.broadcast, predicate)
         )
@@ -37,7 +37,7 @@ class SelectingScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
-        # As it was before any write: fewer values live on at the same time.
+        # The value before any write: so fewer values are alive at the same time.
         kept = self._before.get(id(variable), variable.value)
         kept = lax.convert_element_type(kept, value.dtype)
         sharding = jax.typeof(value).sharding
@@ -46,7 +46,7 @@ class SelectingScope(keras.StatelessScope):
 
 
 GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
-# Fewer than this of one shape are checked one by one, unless they are as small as this.
+# Fewer gradients of one shape are checked one by one, unless they are this small.
 FEW, SMALL_ELEMENTS = 8, 1024
 
 
@@ -62,7 +62,7 @@ _nonfinite_to_nan = compiled(Step.nonfinite_to_nan)
 
 
 def _values(grads: Sequence[Any]) -> list[Any]:
-    """The gradients; of sparse ones what they hold."""
+    """The gradients; for sparse ones, the values that they hold."""
     return [g.data if isinstance(g, BCOO) else g for g in grads]
 
 
@@ -88,7 +88,7 @@ def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
 
 def nonfinite(grads: Sequence[Any]) -> Any:
     codes = _nonfinite(_values(grads))
-    # Outside of a trace Python decides whether to write.
+    # Outside a trace, Python decides whether to write.
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
@@ -102,7 +102,7 @@ def _nonfinite(grads: list[Any]) -> Any:
             key = kind if small else index
             alike.setdefault(key, []).append(index)
     for key, indices in list(alike.items()):
-        # The words of a few are nearly as large as they are.
+        # The words of a few gradients are nearly as large as the gradients.
         if len(indices) < FEW and grads[indices[0]].size > SMALL_ELEMENTS:
             del alike[key]
             alike.update({i: [i] for i in indices})
@@ -119,12 +119,12 @@ def _nonfinite(grads: list[Any]) -> Any:
     )
 
 
-# How `gather` takes them from a vector.
+# How `gather` takes single elements from a vector.
 _SINGLE_ELEMENTS = lax.GatherDimensionNumbers((), (0,), (0,))
 
 
 def _codes(grads: list[Any]) -> Any:
-    """The code of each gradient, of one shape: is it finite, or what does it hold?
+    """The codes of gradients of one shape: is each finite, or what does it hold?
 
     Several share words of 32 bits, one word for each place in their shape and two bits
     for each gradient, so that one kernel reads them all, once, and copies none.
@@ -135,7 +135,7 @@ def _codes(grads: list[Any]) -> Any:
             return _code_of(grad)
         return lax.platform_dependent(grad, tpu=_code_of_largest, default=_code_of)
     lanes, shape = min(len(grads), GRADIENTS_IN_A_WORD), grads[0].shape
-    # The last word may hold fewer: its other codes are 0, and are cut off.
+    # The last word may hold fewer gradients: its other codes are 0, and are cut off.
     words = [_word(grads[i : i + lanes]) for i in range(0, len(grads), lanes)]
     stacked = lax.concatenate([lax.expand_dims(w, [0, 1]) for w in words], 0)
     places = 2 * np.arange(lanes, dtype=np.int32)
@@ -146,7 +146,7 @@ def _codes(grads: list[Any]) -> Any:
     )
     rows = lax.bitwise_and(rows, lax.full_like(rows, 3))
     rows = lax.reshape(rows, (len(words) * lanes, *shape))
-    # A maximum, and no `or`, which collectives do not know.
+    # A maximum, because collectives have no `or`.
     return lax.slice_in_dim(_largest(rows, lambda code: code, first=1), 0, len(grads))
 
 
@@ -158,8 +158,8 @@ def _code_of(grad: Any) -> Any:
 def _code_of_largest(grad: Any) -> Any:
     """The same for TPUs, where XLA would write the bits of the gradient.
 
-    A maximum of floats it takes where the gradient is computed, and there it loses no
-    nan. A step of four Dense of 4096 on a v5e accesses 5.3 GB for 7.4.
+    XLA takes a maximum of floats where the gradient is computed, and on TPUs that loses
+    no nan. A step of four Dense of 4096 on a v5e accesses 5.3 GB instead of 7.4.
     """
     zero = np.zeros((), grad.dtype)
     return _code_of(lax.reduce(lax.abs(grad), zero, lax.max, (grad.ndim - 2,)))
@@ -168,7 +168,7 @@ def _code_of_largest(grad: Any) -> Any:
 def _word(grads: list[Any]) -> Any:
     # Each code is too large by `_BELOW`. Integers wrap round.
     excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
-    # Constants that stand there once, in full: XLA reads every line.
+    # Constants that appear once, in full: XLA reads every line.
     two, too_large, all_but_sign, below, above = (
         lax.full_like(grads[0], np.uint32(x).astype(np.int32), np.int32)
         for x in (2, excess, _ALL_BUT_SIGN, _BELOW, _ABOVE)
@@ -186,7 +186,7 @@ def _bits(x: Any, all_but_sign: Any) -> Any:
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
     x = lax.convert_element_type(x, np.float32)
-    # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
+    # Not `abs`: XLA drops it for a square, and the sign of a nan would stay.
     return lax.bitwise_and(lax.bitcast_convert_type(x, np.int32), all_but_sign)
 
 
@@ -218,7 +218,7 @@ def all_finite(codes: Any) -> Any:
 def is_summed_in_half(x1: Any, x2: Any) -> bool:
     """Does JAX sum the gradient of a broadcast operand in half precision?"""
     return (
-        # Outside of a trace nothing is differentiated.
+        # Outside a trace, nothing is differentiated.
         (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
         and isinstance(x1, jax.Array)
         and isinstance(x2, jax.Array)
