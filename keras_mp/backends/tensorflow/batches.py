@@ -7,26 +7,26 @@ import tensorflow as tf
 
 from keras_mp.backends.batches import Batches
 
-# Of a dataset of one batch: to optimize it takes longer than to read it.
+# For a dataset of one batch: optimizing it takes longer than reading it.
 _AT_ONCE = tf.data.Options()
 _AT_ONCE.autotune.enabled = False
 _AT_ONCE.experimental_optimization.apply_default_optimizations = False
 
 
 class TensorFlowBatches(Batches):
-    """An iterator of tf.data makes way for one of a single batch."""
+    """Replaces an iterator of tf.data by one over a single batch."""
 
     def contents(self, batch: Any) -> Any:
         def value(x: Any) -> Any:
-            # How Keras passes a None through tf.data.
+            # Keras passes a None through tf.data this way.
             return None if isinstance(x, tf.experimental.Optional) else x
 
         return keras.tree.map_structure(value, batch)
 
     def only(self, batch: Any, iterator: Any) -> Any:
         if not isinstance(iterator, tf.data.Iterator):
-            return iter([batch])  # Of `train_on_batch`, not of `fit`.
-        # An iterator of the same specification, or the function is traced anew, for
+            return iter([batch])  # From `train_on_batch`, not from `fit`.
+        # The iterator has the same specification, or the function is traced again for
         # the shape of this batch.
         dataset = tf.data.Dataset.from_tensors(batch).with_options(_AT_ONCE)
         variant = tf.data.experimental.to_variant(dataset)

@@ -1,4 +1,4 @@
-"""The numbers that stand in a traced program, on TensorFlow."""
+"""The numbers in a traced program, on TensorFlow."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ def scope(name: str) -> Any:
 def constants(
     function: Callable, variables: Sequence[Any], arguments: Any
 ) -> list[Constant]:
-    # Variables are read by operations, and are no constants.
+    # Variables are read by operations, so they are not constants.
     specs = keras.tree.map_structure(
         lambda x: tf.TensorSpec(x.shape, x.dtype), arguments
     )
@@ -32,7 +32,7 @@ def constants(
         uses = operation.outputs[0].consumers()
         casts = [use for use in uses if use.type == "Cast"]
         if uses and len(casts) == len(uses):
-            # What it is cast to is what counts.
+            # What counts is what it is cast to.
             turned = [(c.name, c.outputs[0].dtype.as_numpy_dtype) for c in casts]
         else:
             turned = [(operation.name, value.dtype)]

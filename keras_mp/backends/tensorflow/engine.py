@@ -22,14 +22,14 @@ from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_fin
 
 
 class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, Engine):
-    """Steps are eager, graphs, or compiled by XLA; on one replica or several."""
+    """Steps are eager, graphs, or compiled by XLA, on one replica or several."""
 
     check_strategy = staticmethod(replicas.check_strategy)
     half_products = " where XLA compiles"
     dtype_errors = (
         *Engine.dtype_errors,
         tf.errors.InvalidArgumentError,  # Two dtypes meet.
-        tf.errors.NotFoundError,  # There is no such kernel.
+        tf.errors.NotFoundError,  # No such kernel exists.
         tf.errors.UnimplementedError,
     )
 
@@ -38,8 +38,8 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
 
     @contextlib.contextmanager
     def optimizer_scope(self, model: Any) -> Iterator[None]:
-        # The strategy of the model; and outside of a trace, whose second run may be the
-        # one that shows which layers there are.
+        # Variables need the model's strategy, and must be created outside a trace: only
+        # its second run may show which layers there are.
         strategy = model.distribute_strategy
         known = tf.distribute.has_strategy()
         with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
@@ -56,7 +56,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
             skips = tf.identity(scaling.skipped_steps.value)
             logs = step(data)
             skipped = scaling.skipped_steps.value > skips
-            # The loss of a replica's own share of the batch.
+            # Each replica knows only the loss of its own share of the batch.
             broken = skipped & replicas.on_any_replica(~loss_is_finite(logs))
             for variable, value in zip(own, blameless, strict=True):
                 variable.assign(tf.where(broken, value, variable))
@@ -81,12 +81,12 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
         return any(op.type in ("PyFunc", "EagerPyFunc") for op in operations)
 
     def build(self, model: Any, data: Any) -> None:
-        # Keras on TensorFlow leaves it to the first step. The optimizer, and the
+        # Keras on TensorFlow builds a model in the first step. The optimizer, and the
         # variables that a skipped step must not touch, are known once it is built.
         try:
             private.build_from_batch(model, data)
         except (RuntimeError, ValueError):
-            # A model that cannot be built so, of a `train_step` of the user's: let it.
+            # A model with a custom `train_step` may not build this way: leave it.
             pass
 
     def repairs(self) -> dict[str, Wrapper]:
@@ -99,7 +99,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
 
 
 def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:
-    """Gives variables their values, each replica its own: none are added up."""
+    """Gives variables their values back; each replica sets its own, without a sum."""
 
     def assign(strategy: Any, values: list[Any]) -> None:
         for variable, value in zip(variables, values, strict=True):

@@ -16,7 +16,7 @@ def differentiate(
     seen: list[Any] = []
 
     def see(x: Any) -> tuple[Any, bool]:
-        # What stands in a graph of its own must not leave it.
+        # A tensor of an inner graph must not leave it.
         here = tf.executing_eagerly() and isinstance(x, tf.Tensor)
         if not (here and x.dtype.is_floating):
             return x, False
@@ -26,14 +26,14 @@ def differentiate(
     with tf.GradientTape() as tape:
         loss = function(arguments, see)
     found = tape.gradient(loss, [*(v.value for v in variables), *seen])
-    # Sparse ones, of an Embedding, become dense.
+    # Sparse gradients, of an Embedding, become dense.
     found = [None if g is None else tf.convert_to_tensor(g) for g in found]
     return loss, seen, found[len(variables) :], found[: len(variables)]
 
 
 def list_devices() -> list[Device]:
-    # Physical devices are known without initializing the runtime, after which memory
-    # growth and virtual devices could no longer be configured.
+    # Listing physical devices does not initialize the runtime. Once it is initialized,
+    # memory growth and virtual devices can no longer be configured.
     return [
         _device(physical)
         for physical in tf.config.list_physical_devices()
@@ -56,7 +56,7 @@ def _device(physical: Any) -> Device:
 
 
 def measure_memory() -> Callable[[], int | None]:
-    """The peak of all GPUs; TensorFlow counts the memory of no other device."""
+    """The peak of all GPUs; TensorFlow does not count other devices' memory."""
     count = len(tf.config.list_logical_devices("GPU"))
     names = [f"GPU:{index}" for index in range(count)]
     info = tf.config.experimental.get_memory_info
@@ -74,4 +74,4 @@ class TensorFlowMeasures(Measures):
     differentiate = staticmethod(differentiate)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
-    why_no_memory = "TensorFlow counts the memory of GPUs alone"
+    why_no_memory = "TensorFlow only counts the memory of GPUs"

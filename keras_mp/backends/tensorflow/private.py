@@ -8,8 +8,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 # Does XLA compile what is being traced? A conditional there copies its operands.
 is_in_xla_context = GraphOrParentsInXlaContext
 
-# May a branch update variables on every replica? Where it may not, the branch stands in
-# the cross-replica context.
+# May a branch update variables on every replica? If not, the branch must be in the
+# cross-replica context.
 supports_no_merge_call = tf.__internal__.distribute.strategy_supports_no_merge_call
 
 _OF_MATRICES = DotDimensionNumbers(
@@ -18,5 +18,5 @@ _OF_MATRICES = DotDimensionNumbers(
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The product of two matrices in another dtype than theirs. XLA alone has it."""
+    """The product of two matrices in a dtype other than theirs, which only XLA has."""
     return dot_general(a, b, _OF_MATRICES, preferred_element_type=dtype)

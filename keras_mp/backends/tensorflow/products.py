@@ -1,6 +1,6 @@
 """Products with half-precision operands and float32 results, as XLA has them.
 
-Where XLA does not compile, TensorFlow has no such product: it stays in float32.
+TensorFlow has no such product unless XLA compiles: it stays in float32.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,6 @@ def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
 
         return private.dot(tf.cast(a, half), tf.cast(b, half), tf.float32), derivative
 
-    # XLA compiles it in any case: a `tf.function` of the user's that is traced within
-    # what XLA compiles may be called outside of it too, with the same trace.
+    # XLA always compiles it: a user's `tf.function` that is traced inside XLA code may
+    # also be called outside it, with the same trace.
     return shaped(tf.function(product, jit_compile=True, autograph=False)(a, b))

@@ -48,7 +48,7 @@ def highest_of_all_replicas(codes: tf.Tensor) -> tf.Tensor:
     """The highest of all replicas' codes."""
     if tf.distribute.get_replica_context().num_replicas_in_sync == 1:
         return codes
-    # In one message, of flags: replicas sum what they know, and take no maximum.
+    # One message of flags: replicas can sum, but cannot take a maximum.
     flags = on_any_replica(tf.stack([codes == INFINITE, codes == NAN]))
     infinite, nan = tf.unstack(tf.cast(flags, tf.int8))
     return tf.maximum(INFINITE * infinite, NAN * nan)
@@ -57,8 +57,8 @@ def highest_of_all_replicas(codes: tf.Tensor) -> tf.Tensor:
 def on_any_replica(flags: tf.Tensor) -> tf.Tensor:
     """Whether a flag is set on any replica.
 
-    Summed over all of them before anyone decides, and outside of any branch. Replicas
-    that disagreed would wait for each other for ever.
+    Flags are summed over all replicas before any of them decides, and outside any
+    branch. Replicas that disagreed would wait for each other forever.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:

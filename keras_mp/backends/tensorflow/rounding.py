@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16 on TensorFlow, by the bits that JAX has."""
+"""Stochastic rounding to bfloat16 on TensorFlow, with the same bits as on JAX."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
         noise = tf.bitwise.bitwise_and(random.next(x.shape), 0xFFFF)
         sums = tf.bitcast(x, tf.uint32) + noise
         near = tf.bitcast(tf.cast(_shift(sums, 16), tf.uint16), tf.bfloat16)
-        # The sum makes infinities and zeros of nans.
+        # The sum turns nans into infinities and zeros.
         return tf.where(tf.math.is_nan(x), tf.constant(float("nan"), tf.bfloat16), near)
 
     return rounded

@@ -1,6 +1,6 @@
 """A step on TensorFlow: `tf.cond` in graphs, a Python `if` eagerly.
 
-Where XLA compiles, selects: a conditional there copies what goes through it.
+If XLA compiles, it uses selects: a conditional there copies what passes through it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
 
 
 def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
-    """Applies a function to a gradient's values: sparse stays sparse, None None."""
+    """Applies a function to a gradient's values; keeps sparse gradients and None."""
     if grad is None:
         return None
     if isinstance(grad, tf.IndexedSlices):
@@ -58,7 +58,7 @@ def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
     if compiled_by_xla():
         return highest_of_all_replicas(exactly())
     # A sum of squares takes one pass, in a single kernel. It overflows at 1.8e19: only
-    # then, or where a gradient is not finite, is each checked on its own.
+    # then, or if a gradient is not finite, each gradient is checked on its own.
     squares = tf.add_n([_sum_of_squares(rows) for rows in groups])
     finite = tf.fill((len(grads),), _FINITE)
     codes = tf.cond(tf.math.is_finite(squares), lambda: finite, exactly)
@@ -109,7 +109,7 @@ def _codes(values: tf.Tensor) -> tf.Tensor:
 def _bits(x: tf.Tensor) -> tf.Tensor:
     if x.dtype == tf.float64:  # A large one would become infinite in float32.
         x = tf.where(tf.math.is_finite(x), tf.zeros_like(x), x)
-    # No `abs`, which XLA leaves out of that of a square: the sign of a nan would stay.
+    # Not `abs`: XLA drops it for a square, and the sign of a nan would stay.
     bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
     return tf.bitwise.bitwise_and(bits, reductions.ALL_BUT_SIGN)
 
@@ -161,8 +161,8 @@ class TensorFlowStep(Step):
             return None
 
         def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
-            # All replicas agree, so the first one's flag is everyone's. The branch
-            # stands in the cross-replica context: the update itself calls merge_call.
+            # All replicas agree, so the first one's flag is everyone's. The branch is
+            # in the cross-replica context: the update itself calls merge_call.
             tf.cond(
                 strategy.experimental_local_results(finite)[0],
                 lambda: strategy.extended.call_for_each_replica(

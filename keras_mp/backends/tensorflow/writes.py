@@ -1,4 +1,4 @@
-"""Variables of TensorFlow that are written only where a predicate is true."""
+"""TensorFlow variables that are written only if a predicate is true."""
 
 import contextlib
 import threading
@@ -13,16 +13,16 @@ _WRITING = threading.RLock()
 
 @contextlib.contextmanager
 def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[None]:
-    """Lets variables meanwhile be written only where `predicate` is true.
+    """Lets variables be written only if `predicate` is true, within this context.
 
-    Selecting at each write, and not once after all, keeps XLA from computing a moment
+    Selecting at each write, not once at the end, keeps XLA from computing a moment
     twice, for itself and for the weight.
     """
     # Keras names some variables twice.
     native = {id(v): v.value if isinstance(v, keras.Variable) else v for v in variables}
     with _WRITING, contextlib.ExitStack() as undone:
         for variable in native.values():
-            # In place of the methods of their class, and of these variables alone.
+            # Replaces the methods of the class, only for these variables.
             for name, method in _methods(variable, predicate).items():
                 setattr(variable, name, method)
                 undone.callback(delattr, variable, name)
@@ -31,7 +31,7 @@ def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[No
 
 def _methods(variable: Any, predicate: tf.Tensor) -> dict[str, Callable]:
     write, thread = variable.assign, threading.get_ident()
-    # As it was before any write: fewer values live on at the same time.
+    # The value before any write: so fewer values are alive at the same time.
     before = tf.identity(variable)
 
     def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
