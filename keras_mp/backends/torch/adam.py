@@ -1,6 +1,6 @@
-"""Keras' Adam and AdamW on torch, whose update is one kernel for all variables.
+"""Keras' Adam and AdamW on torch, with an update in one kernel for all variables.
 
-Keras makes it in ten, with copies of all weights between them.
+Keras takes ten kernels, with copies of all weights between them.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from keras_mp.backends.own_methods import own_methods
 from keras_mp.backends.torch.private import fused_adam
 from keras_mp.backends.torch.sharding import local
 
-# Where torch has one kernel for an update by Adam, and one for all gradients.
+# Devices with one kernel for Adam's update, and one that checks all gradients.
 HAVE_KERNELS = ("cpu", "cuda")
 
 
 def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """Lets those of these optimizers that are Keras' Adam or AdamW update so meanwhile.
+    """Lets Keras' Adam and AdamW update in one kernel, within this context.
 
-    Clipping, decay, averages and accumulation stay Keras' own.
+    Other optimizers, and clipping, decay, averages and accumulation, stay Keras' own.
     """
     return own_methods(
         (o, {private.UPDATE_STEP: functools.partial(_update, o)})
@@ -34,7 +34,7 @@ def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManage
 
 
 def _is_adam(kind: type) -> bool:
-    # A subclass of the user's may compute something else.
+    # A user's subclass may compute something else.
     return private.is_keras_own(kind) and kind.__name__ in ("Adam", "AdamW")
 
 
@@ -50,8 +50,8 @@ def _update(
         return
     step = ops.cast(optimizer.iterations + 1, "float32")
     corrections = torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
-    # Keras adds epsilon to what is not corrected yet. So both corrections are in the
-    # rate, and the kernel's own are those of the last of infinitely many steps: 1.
+    # Keras adds epsilon before it corrects. So the rate holds both corrections, and the
+    # kernel gets an infinite step, for which its own corrections are 1.
     fused_adam(
         weights,
         [g.contiguous() for g in parts],
@@ -71,10 +71,10 @@ def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:
     device = written[0].device
     return (
         device.type in HAVE_KERNELS
-        and not torch.compiler.is_compiling()  # torch knows no shapes for a rate there.
+        and not torch.compiler.is_compiling()  # It has no shapes for a tensor rate.
         and private.get_stateless_scope() is None
         and all(x.dtype == torch.float32 and x.device == device for x in grads)
-        # Of memory in another order the kernel would make something else, unseen.
+        # The kernel silently computes something else if memory is in another order.
         and all(
             x.dtype == torch.float32 and x.device == device and x.is_contiguous()
             for x in written

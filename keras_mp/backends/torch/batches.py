@@ -1,4 +1,4 @@
-"""One batch at a time on torch, which has generators of its own."""
+"""One batch at a time on torch, which has its own random generators."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _CPU, _GPU = "torch", "torch_cuda"
 
 
 class TorchBatches(Batches):
-    """A step may draw from the generators of torch."""
+    """A step may draw from torch's generators."""
 
     def other_workers(self, model: Any) -> str:
         if not (distributed.is_available() and distributed.is_initialized()):

@@ -1,8 +1,8 @@
 """The cross-entropy of a large head, differentiated in chunks of the classes.
 
-Neither the gradient of the logits nor the logarithms of their probabilities are ever
-there as a whole. The logits are: a head has returned them before anybody knows what
-will read them. Known as fused linear cross-entropy (Hsu et al. 2024, Liger Kernel).
+Neither the gradient of the logits nor their log-probabilities are ever whole in memory.
+The logits are: a head returns them before it is known what will read them. This is
+known as fused linear cross-entropy (Hsu et al. 2024, Liger Kernel).
 """
 
 import functools
@@ -19,8 +19,8 @@ from keras_mp.backends.torch.logits import known
 from keras_mp.backends.torch.private import is_watched
 from keras_mp.backends.torch.products import half_product, product_in_float32
 
-_IGNORED = -100  # What torch takes for no label.
-# Bytes of logits. A pass over so many takes a GPU longer than its launch takes Python.
+_IGNORED = -100  # The label that torch ignores.
+# Bytes of logits. A GPU's pass over this many takes longer than its launch in Python.
 _CHUNK = 2**26
 
 
@@ -31,7 +31,7 @@ def repairs() -> dict[str, Wrapper]:
 def number_of_chunks(
     size: int, width: int = 0, logits: str = "in chunks", classes: bool = False
 ) -> int:
-    """Of logits of so many bytes; 0 if they are small."""
+    """The number of chunks for logits of `size` bytes; 0 if they are small."""
     number = math.ceil(size / _CHUNK)
     return number if number > 1 else 0
 
@@ -61,7 +61,7 @@ def _loss(original: Callable) -> Callable:
 
 
 class CrossEntropyInChunks(torch.autograd.Function):
-    """The losses (rows,) of logits (rows, classes), by what these were made of."""
+    """The losses (rows,), differentiated by what made the logits (rows, classes)."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,7 @@ class CrossEntropyInChunks(torch.autograd.Function):
 
 
 def _slope(logits: torch.Tensor, labels: torch.Tensor, total: torch.Tensor) -> Any:
-    """Probabilities less the labels' own ones, of some of the classes."""
+    """The probabilities of some classes, less 1 at the label."""
     slope = (logits - total[:, None]).exp_()
     here = (labels >= 0) & (labels < logits.shape[1])
     columns = torch.where(here, labels, 0)[:, None]
@@ -118,7 +118,7 @@ def _slope(logits: torch.Tensor, labels: torch.Tensor, total: torch.Tensor) -> A
 
 
 def _differentiable(ctx: Any, grad: torch.Tensor) -> list[torch.Tensor | None]:
-    """Gradients by inputs, kernel and bias that are to be differentiated again."""
+    """Gradients by inputs, kernel and bias that can be differentiated again."""
     inputs, kernel, bias, _, labels, _ = ctx.saved_tensors
     logits = half_product(inputs, kernel, ctx.operands)
     logits = logits if bias is None else logits + bias

@@ -57,7 +57,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
         return {keras.layers.BatchNormalization: normalization.in_one_kernel}
 
     def set_dtype(self, variable: Any, dtype: str) -> None:
-        # In place: torch's modules and optimizers know the very parameter.
+        # In place: torch's modules and optimizers hold this parameter object.
         parameter = private.raw_value(variable)
         if parameter is not None:
             parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -69,20 +69,20 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     def make_train_function(
         self, model: Any, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
-        # Here Keras looks `train_step` up at each call: wrap what it made.
+        # On torch Keras looks up `train_step` at each call: wrap the train function.
         before = model.train_function
         original(model, force)
         if model.train_function is not before:
             model.train_function = wrap(model.train_function)
 
     def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
-        # Frozen weights, which may be nearly all there are, are copied only if the step
+        # Frozen weights, which may be nearly all weights, are copied only if the step
         # assigns to them: what torch itself writes into one is not put back.
         def undoing(data: Any) -> Any:
             frozen = _frozen_weights(model)
             changing = model.non_trainable_variables + model.metrics_variables
             before = _with_values([v for v in changing if id(v) not in frozen])
-            # `apply` notes it where it skips; to read its counter waits for the device.
+            # `apply` sets it if it skips; reading the counter waits for the device.
             scaling.before_skip = None
             with _noting_writes(frozen.values(), before):
                 logs = step(data)
@@ -94,7 +94,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
             return logs_of_step(model, logs, scaling, skipped, measured)
 
         def undo(logs: Any, before: Iterable[tuple[Any, torch.Tensor]]) -> None:
-            # All processes have skipped: all are here, and agree about their losses.
+            # All processes skipped, so all are here, and they agree about their losses.
             broken = (~loss_is_finite(logs)).to(torch.int8)
             if highest_of_all_processes(broken):
                 blameless = scaling.after_broken_step(scaling.before_skip)
@@ -110,7 +110,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
 
 
 def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]]:
-    """Variables and copies of their values, by their id: one kernel for each dtype."""
+    """Variables and copies of their values, by id: one kernel copies each dtype."""
     alike = collections.defaultdict(list)
     for variable in variables:
         value = private.raw_value(variable).detach()
@@ -133,7 +133,7 @@ def _frozen_weights(model: Any) -> dict[int, Any]:
 def _noting_writes(
     variables: Iterable[Any], before: dict[int, tuple[Any, torch.Tensor]]
 ) -> Iterator[None]:
-    """Adds a variable and its value to `before`, by its id, where it is assigned to."""
+    """Adds variables and their values to `before`, by id, if they are assigned to."""
 
     def noting(variable: Any) -> Callable[[Any], None]:
         write = getattr(variable, private.WRITE)
@@ -147,8 +147,8 @@ def _noting_writes(
 
     with contextlib.ExitStack() as undone:
         for variable in variables:
-            # In place of the method of its class, and of this variable alone. A step
-            # within a step finds that of the outer one.
+            # Replaces the method of the class, only for this variable. A step within a
+            # step finds the method of the outer step.
             outer = vars(variable).get(private.WRITE)
             put_back = (setattr, variable, private.WRITE, outer)
             remove = (delattr, variable, private.WRITE)

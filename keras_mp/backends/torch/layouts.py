@@ -1,7 +1,7 @@
 """Attention and convolutions in half precision without copies of their inputs.
 
-Keras brings these into the order in memory that some kernel of an older torch wanted.
-Those of today take any, and have the same results.
+Keras copies them into the order in memory that some kernel of an older torch wanted.
+Today's kernels take any order, with the same results.
 """
 
 import functools
@@ -14,9 +14,9 @@ from keras import ops
 
 from keras_mp.backends.interface import HALF
 
-# Added to a masked logit, as good as -inf. A row may be masked whole: of -inf it would
-# be nan, and of a number near bfloat16's largest, as Keras has it, torch's kernels make
-# a gradient that is too large by the number of keys.
+# Added to a masked logit, this is as good as -inf. If a whole row is masked, -inf gives
+# nan, and a number near bfloat16's largest, as in Keras, makes torch's kernels return a
+# gradient that is too large by the number of keys.
 _MASKED = -45850.0
 
 
@@ -25,7 +25,7 @@ def _is_half(x: torch.Tensor) -> bool:
 
 
 def attention_as_it_is(original: Callable) -> Callable:
-    """Wraps `dot_product_attention`, but for flags of the user's and a soft cap."""
+    """Wraps `dot_product_attention`, except with the user's flags or a soft cap."""
 
     @functools.wraps(original)
     def attention(
@@ -49,16 +49,16 @@ def attention_as_it_is(original: Callable) -> Callable:
             return original(
                 query, key, value, bias, mask, scale, is_causal=is_causal, **rest
             )
-        # Positions and heads change places.
+        # Swaps positions and heads.
         query, key, value = (x.transpose(1, 2) for x in tensors)
         if mask is not None:
             bias = _added_for(mask, query, key, is_causal)
         elif bias is not None:
             bias = ops.convert_to_tensor(bias).to(query.dtype)
-            # torch's kernels want all axes.
+            # torch's kernels need all axes.
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
         if grouped and bias is not None:
-            # Of torch's kernels on GPUs those that take a bias take no groups.
+            # torch's GPU kernels that take a bias do not take groups.
             key, value = (_for_each_head(x, heads) for x in (key, value))
             grouped = False
         result = torch.nn.functional.scaled_dot_product_attention(
@@ -73,7 +73,7 @@ def attention_as_it_is(original: Callable) -> Callable:
 
 
 def _for_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(batch, heads of the keys, ...) to (batch, heads, ...); of one head a view."""
+    """(batch, heads of the keys, ...) to (batch, heads, ...); for one head a view."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, -1, -1)
     return x.repeat_interleave(heads // x.shape[1], 1)
@@ -90,7 +90,7 @@ def _added_for(mask: Any, query: Any, key: Any, is_causal: bool) -> torch.Tensor
 
 
 def convolution_as_it_is(original: Callable) -> Callable:
-    """Wraps `conv` of images with channels last, which is an order torch knows."""
+    """Wraps `conv` of images with channels last, an order that torch supports."""
 
     @functools.wraps(original)
     def conv(

@@ -1,4 +1,4 @@
-"""How the logits of a large head were made, known to the loss that reads them."""
+"""Tells the loss how the logits that it reads were made, by a large head."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ known: Known[Product] = Known()
 
 
 def note(logits: torch.Tensor, product: Product) -> None:
-    """Remembers it of logits (..., classes) that are differentiated by `backward`."""
+    """Remembers how logits (..., classes) that `backward` differentiates were made."""
     if torch.compiler.is_compiling() or not logits.requires_grad:
         return
     if is_transformed(logits) or forward_ad.unpack_dual(logits).tangent is not None:

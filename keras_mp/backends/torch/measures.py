@@ -20,16 +20,16 @@ def differentiate(
     seen: list[Any] = []
 
     def see(x: Any) -> tuple[Any, bool]:
-        # What is inside of torch.vmap must not leave it.
+        # A tensor inside torch.vmap must not leave it.
         here = isinstance(x, torch.Tensor) and not is_transformed(x)
         if not (here and x.is_floating_point()):
             return x, False
         seen.append(x)
-        logits.known.forget(x)  # Else the loss would not go by its gradient.
+        logits.known.forget(x)  # Or the loss would bypass x in the gradient.
         return x, True
 
-    # Keras assigns in place, where the graph may need the value of before: that of the
-    # states of a stateful LSTM. In this scope it notes what is assigned.
+    # Keras assigns in place, though the graph may need the old value, as for a stateful
+    # LSTM's states. In this scope Keras only notes what is assigned.
     ids = {id(v) for v in variables}
     values = [(v, v.value) for v in state if id(v) not in ids]
     # A Dropout without a seed draws from torch's own generators.
@@ -39,8 +39,8 @@ def differentiate(
         wanted = [*(v.value for v in variables), *seen]
         asked = [i for i, x in enumerate(wanted) if x.requires_grad]
         found: list[Any] = [None] * len(wanted)
-        # Of a frozen model there is nothing to differentiate by, or a loss of it
-        # that depends on nothing.
+        # A frozen model may have nothing to differentiate by, or a loss that depends
+        # on none of it.
         if asked and loss.requires_grad:
             inputs = [wanted[i] for i in asked]
             by_input = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -52,8 +52,8 @@ def differentiate(
 
 
 def list_devices() -> list[Device]:
-    # A CUDA build of torch on a machine with a broken driver warns and says
-    # that there is no GPU. That is a failure, not an answer.
+    # With a broken driver a CUDA build of torch warns and says that there is no GPU.
+    # That is a failure, not an answer.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = cuda.is_available()
@@ -73,15 +73,15 @@ def list_devices() -> list[Device]:
 
 def _gpu(index: int) -> Device:
     name = cuda.get_device_name(index)
-    # ROCm answers in the name of CUDA, with capabilities of AMD's own counting: (9, 4)
-    # there is not a Hopper GPU.
+    # ROCm answers under CUDA's name, with AMD's own numbers: a capability of (9, 4) is
+    # not a Hopper GPU there.
     if torch.version.hip:
         return Device("rocm", name)
     return Device("cuda", name, parse_capability(cuda.get_device_capability(index)))
 
 
 def measure_memory() -> Callable[[], int | None]:
-    """The peak of all NVIDIA and AMD GPUs; torch counts that of no other device."""
+    """The peak of all NVIDIA and AMD GPUs; torch does not count other devices."""
     devices = range(cuda.device_count() if cuda.is_available() else 0)
     before = sum(cuda.memory_allocated(device) for device in devices)
     for device in devices:
@@ -100,4 +100,4 @@ class TorchMeasures(Measures):
     differentiate = staticmethod(differentiate)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
-    why_no_memory = "torch counts the memory of NVIDIA's and AMD's GPUs alone"
+    why_no_memory = "torch only counts the memory of NVIDIA and AMD GPUs"

@@ -1,6 +1,6 @@
 """BatchNormalization in half precision by torch's own kernel, statistics in float32.
 
-Keras makes it, and its gradient, of some fifty operations in float32.
+In Keras it takes, with its gradient, some fifty operations in float32.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _has_kernel(layer: Any, x: Any, learns: bool) -> bool:
         and layer.compute_dtype in HALF
         and keras.backend.standardize_dtype(x.dtype) == layer.compute_dtype
         and layer.moving_mean.dtype == "float32"
-        # Of one number there is no variance to torch.
+        # torch computes no variance of a single number.
         and (not learns or x.numel() > x.shape[layer.axis])
         and not (learns and (getattr(layer, "renorm", False) or layer.synchronized))
         and private.get_stateless_scope() is None
@@ -43,15 +43,15 @@ def _has_kernel(layer: Any, x: Any, learns: bool) -> bool:
 
 def _normalized(layer: Any, x: torch.Tensor, learns: bool) -> torch.Tensor:
     axis = layer.axis % x.ndim
-    # The channels come second. Where they come last, all else is one dimension.
+    # torch wants channels second. If they are last, all else becomes one dimension.
     seen = x.reshape(-1, x.shape[-1]) if axis == x.ndim - 1 else x.movedim(axis, 1)
     mean, variance = (
         private.raw_value(v) for v in (layer.moving_mean, layer.moving_variance)
     )
     number = x.numel() // x.shape[axis]
     if learns:
-        # torch averages the unbiased variance, Keras that of the batch. Past autograd,
-        # which holds the averages, and reads them in inference alone.
+        # torch averages the unbiased variance, Keras the variance of the batch. This
+        # bypasses autograd, which holds the averages but reads them only in inference.
         variance.data.mul_(number / (number - 1))
     y = torch.nn.functional.batch_norm(
         seen,

@@ -1,7 +1,7 @@
 """Products with half-precision operands and float32 results, on NVIDIA's GPUs.
 
-`torch.mm` alone computes them, of two matrices. All else stays in float32: other
-products, and other devices. CPUs multiply float16 a hundred times slower than float32.
+Only `torch.mm` computes them, for two matrices. Other products, and products on other
+devices, stay in float32. CPUs multiply float16 a hundred times slower than float32.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.torch import logits
 
-# torch has the kernel since 2.8; ROCm refuses it.
+# torch has had the kernel since 2.8; ROCm refuses it.
 _KNOWN = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
 DEVICES = ("cuda",) if _KNOWN else ()
 
@@ -25,7 +25,7 @@ def repairs() -> dict[str, Wrapper]:
 
 
 def _have_kernel() -> bool:
-    # Keras moves the tensors of an operation to the device of new ones.
+    # Keras moves an operation's tensors to the device where it creates new ones.
     return ops.empty(()).device.type in DEVICES
 
 
@@ -41,7 +41,7 @@ def half_product(a: Any, b: Any, operands: HalfOperands) -> Any:
 
 
 def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of matrices of one dtype."""
+    """The float32 product of two matrices of one dtype."""
     options = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
     return torch.mm(a, b, **options)
 
@@ -54,7 +54,7 @@ def _half_product(a: Any, b: Any, *options: Any) -> Any:
 
 
 class HalfProduct(torch.autograd.Function):
-    """The product of two matrices, and its derivative, which torch lacks."""
+    """The product of two matrices, with its derivative, which torch lacks."""
 
     generate_vmap_rule = True
 
@@ -71,7 +71,7 @@ class HalfProduct(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         a, b, _, ctx.gradient, ctx.tied = inputs
-        # Not their casts: a second derivative would not see where those come from.
+        # Saves these, not their casts: a second derivative would end at the casts.
         ctx.save_for_backward(a, b)
 
     @staticmethod

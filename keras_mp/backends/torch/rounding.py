@@ -1,7 +1,7 @@
 """Stochastic rounding to bfloat16 on torch.
 
-Bits come from a generator of its own: eagerly the hash of the other backends would be
-twenty kernels a write.
+The bits come from separate torch generators: the hash of the other backends, run
+eagerly, would take twenty kernels for each write.
 """
 
 import functools
@@ -14,7 +14,7 @@ from keras_mp.backends.torch.sharding import on_own_part
 
 
 def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
-    # To begin anew at each step it has to know which one it is: a wait for the device.
+    # Each step has its own seed. Reading the step number waits for the device.
     start = int(seed) * 0x9E3779B97F4A7C15 + int(step)
     generators: dict[Any, torch.Generator] = {}
 
@@ -22,14 +22,14 @@ def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
         generator = generators.get((x.device, shard))
         if generator is None:
             generator = generators[x.device, shard] = torch.Generator(x.device)
-            # What all processes have as a whole, they must round alike.
+            # All processes must round alike what each of them holds whole.
             generator.manual_seed((start + (shard << 40)) % 2**63)
         noise = torch.randint(
             2**16, x.shape, generator=generator, device=x.device, dtype=torch.int32
         )
         high = noise.add_(x.contiguous().view(torch.int32)).bitwise_right_shift_(16)
         near = high.to(torch.int16).view(torch.bfloat16)
-        # The sum makes infinities and zeros of nans.
+        # The sum turns nans into infinities and zeros.
         return torch.where(x.isnan(), torch.nan, near)
 
     return functools.partial(on_own_part, rounded)

@@ -1,9 +1,9 @@
-"""Fully sharded data parallelism of torch (FSDP2) for Keras' variables.
+"""torch's fully sharded data parallelism (FSDP2) for Keras' variables.
 
-torch's `fully_shard` changes which tensor is a parameter of a module: all of it while
-the module computes, this process' shard else. Keras' variables hold a tensor of their
-own, and never learn of it. So a module of ours owns the parameters of a layer, and
-hands each to its variable as torch sets it.
+torch's `fully_shard` changes which tensor is a parameter of a module: the whole while
+the module computes, this process's shard otherwise. Keras' variables hold their own
+tensor, and do not notice. So a module of ours owns the parameters of a layer, and hands
+each to its variable when torch sets it.
 
 Source: PyTorch, `torch.distributed.fsdp.fully_shard`.
 """
@@ -29,21 +29,21 @@ if distributed.is_available():
 else:
 
     class DTensor(torch.Tensor):  # type: ignore[no-redef]
-        """Nothing is one where torch is built without other processes."""
+        """Nothing is a DTensor if torch is built without `distributed`."""
 
 
-# The shards, by the id of their variable: a weight, or a slot of an optimizer.
+# The shards, by the id of their variable: a weight, or an optimizer's slot.
 _shards: dict[int, DTensor] = {}
 _models: weakref.WeakSet = weakref.WeakSet()
 
 
 class Owner(torch.nn.Module):
-    """Owns the parameters of a layer, whose `forward` passes here.
+    """Owns the parameters of a layer, whose `forward` goes through this module.
 
     Args:
-        variables: of Keras, of one dtype.
-        call: what computes with them.
-        within: the owners that `call` passes in turn.
+        variables: Keras variables of one dtype.
+        call: computes with them.
+        within: the owners that `call` goes through in turn.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ def fully_shard(
                 private.raw_value(variable).register_hook(mean)
         call, within = layer.forward, owners if layer is model else []
         for same_dtype in alike.values() or [[]]:
-            # torch wants one dtype, so there may be an owner within an owner.
+            # torch needs one dtype for each, so an owner may hold another one.
             call = Owner(same_dtype, call, within)
             fsdp.fully_shard(call, mesh=mesh)
             within = [call]
@@ -97,10 +97,10 @@ def fully_shard(
         layer.forward = _unless_symbolic(layer.forward, call)
     _begin_at(owners[-1])
     for whole in parameters:
-        # Whoever still holds it, an older graph of a Sequential for one.
+        # Frees memory that others still hold, such as an older graph of a Sequential.
         whole.data = whole.data.new_empty(0)
-    # The graph of a Sequential is a module of torch, and no layer; its layers are no
-    # modules.
+    # The graph of a Sequential is a torch module but not a layer; its layers are not
+    # modules of it.
     for layer in {*private.layers_in(model), *model.modules()}:
         if isinstance(layer, keras.layers.Layer):
             for variable in layer.variables:
@@ -110,9 +110,9 @@ def fully_shard(
 
 
 def _begin_at(root: Owner) -> None:
-    """Passes through a model's owner once, with nothing to compute.
+    """Calls a model's owner once, with nothing to compute.
 
-    From then on torch takes it for the root, though a layer is called without it.
+    From then on torch takes it as the root, even if a layer is called without it.
     """
     call, root.call = root.call, lambda: None
     root()
@@ -123,8 +123,8 @@ def _begin_at(root: Owner) -> None:
 def _without_views(x: Any) -> Any:
     """What a layer returned, with copies of views.
 
-    torch hangs a hook on it, which gathers the weights for the gradient. An operation
-    in place on a view would drop it without a word.
+    torch adds a hook to the output, which gathers the weights for the gradient. An
+    in-place operation on a view would drop the hook silently.
     """
     if isinstance(x, torch.Tensor):
         return x.clone() if is_view(x) else x
@@ -163,7 +163,7 @@ def _check(model: Any, mesh: Any) -> None:
 def _unless_symbolic(original: Callable, owner: Owner) -> Callable:
     """Calls a layer through its owner, which gathers its weights from all processes.
 
-    Not where Keras asks for shapes alone: there a process may be alone.
+    Calls it directly if Keras only asks for shapes: a process may do that alone.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def _take_from_first(value: torch.Tensor, mesh: Any) -> None:
 
 
 def _mean(grad: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The mean of a gradient over all processes: of a scalar, which has no shards."""
+    """The mean of a scalar's gradient over all processes: a scalar has no shards."""
     grad = grad.clone()
     for dimension in range(mesh.ndim):
         distributed.all_reduce(grad, group=mesh.get_group(dimension))
@@ -209,7 +209,7 @@ def shard_like(reference: Any, variable: Any) -> None:
 
 
 def _part_of(value: torch.Tensor, shard: DTensor) -> torch.Tensor:
-    """A tensor that each process has as a whole, as the shards of another one are."""
+    """Splits a tensor that each process holds whole as another one is sharded."""
     if isinstance(value, DTensor):
         return value
     everywhere = [Replicate()] * shard.device_mesh.ndim
@@ -218,14 +218,14 @@ def _part_of(value: torch.Tensor, shard: DTensor) -> torch.Tensor:
 
 
 def write(variable: Any, value: Any) -> bool:
-    """Writes where the variable or the value is sharded; False if neither is."""
+    """Writes if the variable or the value is sharded; returns False if neither is."""
     shard, raw = _shards.get(id(variable)), private.raw_value(variable)
     if shard is None and not isinstance(value, DTensor):
         return False
     with torch.no_grad():
         if shard is not None:
             shard.copy_(_part_of(value, shard))
-        if raw is not shard:  # Of a sharded one: it is gathered, after a forward pass.
+        if raw is not shard:  # Not sharded, or gathered by a forward pass.
             raw.copy_(_whole(value))
     return True
 
@@ -236,18 +236,18 @@ def among_shards(variables: Sequence[Any]) -> contextlib.AbstractContextManager:
     whole = [v for v in variables if v.shape and id(v) not in _shards]
     if whole:
         raise ValueError(
-            "`trainable_variables` must be sharded all, or none of them. Received: "
+            "`trainable_variables` must all be sharded, or none of them. Received: "
             f"{whole[0].name!r}, which is not, among sharded ones. Create all weights "
             "before `keras_mp.fully_shard(model)`, those of `enable_lora` too."
         )
-    # Keras loads it not: here, so that nobody else waits for it.
+    # Keras does not load it: imported here, so that nobody else waits for it.
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor, what this process has of it; others as they are."""
+    """The part of a sharded tensor that this process holds; other tensors unchanged."""
     if not isinstance(x, DTensor):
         return x
     is_sum = any(isinstance(p, Partial) for p in x.placements)
@@ -257,9 +257,9 @@ def local(x: torch.Tensor) -> torch.Tensor:
 def on_own_part(
     function: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """Applies a function of each element to what this process has of a tensor.
+    """Applies an elementwise function to the part of a tensor in this process.
 
-    It gets the number of the shard, from 1; 0 for a tensor without shards.
+    It also gets the number of the shard, from 1; 0 for a tensor without shards.
     """
     if not isinstance(x, DTensor):
         return function(x, 0)
@@ -275,7 +275,7 @@ def _whole(x: Any) -> Any:
 
 
 def converted_whole(original: Callable) -> Callable:
-    """Keras' `convert_to_numpy`, which gathers sharded tensors: in all processes."""
+    """Makes Keras' `convert_to_numpy` gather sharded tensors; all processes call it."""
 
     @functools.wraps(original)
     def convert_to_numpy(x: Any) -> Any:
@@ -285,7 +285,7 @@ def converted_whole(original: Callable) -> Callable:
 
 
 def read_whole(original: Callable) -> Callable:
-    """The same for `np.array(variable)`, which `variable.numpy()` is."""
+    """The same for `np.array(variable)`, which `variable.numpy()` calls."""
 
     @functools.wraps(original)
     def __array__(self: Any, dtype: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A step on torch: eager, so a Python `if`."""
+"""A step on torch: it is eager, so a Python `if` decides."""
 
 import collections
 import contextlib
@@ -43,7 +43,7 @@ def unscale_in_place(
 
 
 def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
-    """Which gradients are the wide `.grad` of their variable, and no other's memory."""
+    """Which gradients are their variable's wide `.grad`, in memory of their own."""
     parts: list[Any] = [None if g is None else local(g) for g in grads]
     users = collections.Counter(p.data_ptr() for p in parts if p is not None)
     return {
@@ -64,7 +64,7 @@ def check(
     tensors = [None if x is None else local(x) for x in tensors]
     if found is None:
         found = _may_be_nonfinite([x for x in tensors if x is not None])
-    # The one wait for the device of a step, where all processes agree.
+    # The only wait for the device in a step; here all processes agree.
     if not highest_of_all_processes(found):
         return True, torch.zeros(len(tensors), dtype=torch.int8, device=found.device)
     codes = nonfinite(tensors)
@@ -82,7 +82,7 @@ def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
 
 
 def _may_be_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Is something there that is not finite, or too large for its square to be?
+    """Is anything not finite, or too large for its square to be finite?
 
     The norm takes one pass, in few kernels.
     """
@@ -91,7 +91,7 @@ def _may_be_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def highest_of_all_processes(values: torch.Tensor) -> torch.Tensor:
-    """The maximum over all processes, which all come here at the same step."""
+    """The maximum over all processes, which all get here in the same step."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return values

@@ -1,8 +1,8 @@
-"""Writes to variables on torch: of sharded ones, and within a layer's call in half.
+"""Writes to variables on torch: to sharded ones, and in a half-precision layer's call.
 
-There Keras copies the new value into `variable.value`, which is a copy in half
-precision: the write is lost without a word. A counter stays at 0, and a stateful LSTM
-never has a state.
+In such a call Keras copies the new value into `variable.value`, which is a copy in half
+precision: the write is lost silently. A counter stays at 0, and a stateful LSTM never
+has a state.
 """
 
 import functools
@@ -16,7 +16,7 @@ from keras_mp.backends.torch import sharding
 
 
 def reach_the_variable(original: Callable) -> Callable:
-    """Writes into the variable where `value` is a copy of another dtype."""
+    """Writes into the variable if its `value` is a copy in another dtype."""
 
     @functools.wraps(original)
     def write(self: Any, value: Any) -> None:
