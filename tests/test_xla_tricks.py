@@ -35,12 +35,12 @@ def check_of(number, width=WIDTH):
     import jax.numpy as jnp
     from compiled_steps import compiled
 
-    from keras_mp.backends.jax import gradients
+    from keras_mp.backends.jax import step
 
     def check(matrices, inverse_scale):
         grads = [jnp.matmul(x, x) for x in matrices]
-        codes = gradients.nonfinite(grads)
-        return codes, gradients.unscale(grads, inverse_scale)
+        codes = step.nonfinite(grads)
+        return codes, step.unscale(grads, inverse_scale)
 
     matrices = [np.zeros((width, width), "float32")] * number
     return compiled(jax.jit(check), (matrices, np.float32(1)), matrices)
@@ -54,21 +54,21 @@ def words(program):
 
 @only_on("cpu")
 def test_a_remainder_keeps_a_word_from_being_computed_for_each_gradient(monkeypatch):
-    from keras_mp.backends.jax import gradients
+    from keras_mp.backends.jax import step
 
     assert words(check_of(20)) == 2
-    monkeypatch.setattr(gradients.lax, "rem", lambda word, largest: word)
+    monkeypatch.setattr(step.lax, "rem", lambda word, largest: word)
     # Now the kernel that reads a word 15 times computes it 15 times.
     assert words(check_of(20)) == 0, NOT_NEEDED
 
 
 @only_on("cpu")
 def test_a_few_large_gradients_are_read_without_words(monkeypatch):
-    from keras_mp.backends.jax import gradients
+    from keras_mp.backends.jax import step
 
-    number = gradients.FEW - 4
+    number = step.FEW - 4
     alone = check_of(number)
-    monkeypatch.setattr(gradients, "FEW", 0)
+    monkeypatch.setattr(step, "FEW", 0)
     shared = check_of(number)
     # A word is written and read.
     assert shared.accessed >= alone.accessed + 1.9 * 4 * WIDTH**2, NOT_NEEDED
@@ -93,27 +93,27 @@ def test_a_mask_takes_the_sign_of_a_nan_where_an_abs_would_be_left_out(monkeypat
     import jax
     from jax import lax
 
-    from keras_mp.backends.jax import gradients
+    from keras_mp.backends.jax import step
     from keras_mp.backends.step import NAN
 
     def code_of_square(x):
-        return jax.jit(lambda x: gradients.nonfinite([x * x]))(x)[0]
+        return jax.jit(lambda x: step.nonfinite([x * x]))(x)[0]
 
     negative_nan = np.array([0xFFC00000], "uint32").view("float32")
     assert code_of_square(negative_nan) == NAN
     monkeypatch.setattr(
-        gradients, "_bits", lambda x, _: lax.bitcast_convert_type(lax.abs(x), "int32")
+        step, "_bits", lambda x, _: lax.bitcast_convert_type(lax.abs(x), "int32")
     )
     assert code_of_square(negative_nan) != NAN, NOT_NEEDED
 
 
 @only_on("tpu")
 def test_a_maximum_of_floats_keeps_a_tpu_from_writing_bits(monkeypatch):
-    from keras_mp.backends.jax import gradients
+    from keras_mp.backends.jax import step
 
     number, width = 4, 4096
     floats = check_of(number, width)
-    monkeypatch.setattr(gradients, "_code_of_largest", gradients._code_of)
+    monkeypatch.setattr(step, "_code_of_largest", step._code_of)
     bits = check_of(number, width)
     assert bits.accessed >= 1.03 * floats.accessed, NOT_NEEDED
 
@@ -129,11 +129,11 @@ def copies():
     """The copies of gradients that TensorFlow's check writes."""
     import tensorflow as tf
 
-    from keras_mp.backends.tensorflow import gradients
+    from keras_mp.backends.tensorflow import step
 
     def check(x):
         grads = [x @ x for _ in range(2)]
-        return gradients.nonfinite(grads), grads
+        return step.nonfinite(grads), grads
 
     function = tf.function(check, jit_compile=True)
     read = function.experimental_get_compiler_ir(tf.ones((WIDTH, WIDTH)))
