@@ -231,7 +231,7 @@ def write(variable: Any, value: Any) -> bool:
 
 
 def among_shards(variables: Sequence[Any]) -> contextlib.AbstractContextManager:
-    if not any(id(v) in _shards for v in variables):
+    if not _shards or not any(id(v) in _shards for v in variables):
         return contextlib.nullcontext()
     whole = [v for v in variables if v.shape and id(v) not in _shards]
     if whole:
