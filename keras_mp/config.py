@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
@@ -13,29 +12,12 @@ from keras_mp.policies.policy import Policy
 
 # What `set_global_policy`, or Keras' setter after it, has set last. Keras keeps its
 # policy only for each thread, and `clear_session` forgets it.
-_of_process: keras.DTypePolicy | None = None
+# "auto" until a layer asks: looking for devices starts the backend, after which a
+# program can neither set up its devices nor join other processes.
+_of_process: keras.DTypePolicy | str | None = None
 _thread = threading.local()
 
 _warned_of_float16 = False
-
-
-class _Undecided(keras.DTypePolicy):
-    """What "auto" is until something asks: then it becomes the recommended policy.
-
-    Looking for devices starts the backend, after which a program can neither set up
-    its devices nor join other processes. So it waits for the first layer.
-    """
-
-    def __init__(self) -> None:
-        pass  # Keras' attributes are missing on purpose: asking for one decides.
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        decided = Policy("auto")
-        self.__class__ = type(decided)  # type: ignore[assignment]
-        self.__dict__ = vars(decided)
-        return getattr(self, name)
 
 
 def set_global_policy(policy: str | keras.DTypePolicy) -> None:
@@ -59,7 +41,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     ```
     """
     global _of_process, _warned_of_float16
-    _of_process = _policy(policy)
+    _of_process = policy if policy == "auto" else Policy(policy)
     if isinstance(policy, str) and policy == "float16" and not _warned_of_float16:
         _warned_of_float16 = True
         warn(
@@ -68,20 +50,14 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
             "'mixed_float16'? For float16 weights, in a model that only predicts, "
             "`keras.DTypePolicy('float16')` gives no warning."
         )
-    private.set_policy_of_thread(_of_process)
-
-
-def _policy(policy: Any) -> keras.DTypePolicy:
-    if policy == "auto":
-        return _Undecided()
-    found: Any = Policy(policy)
-    found._keras_mp_asked_for = True  # It is not Keras' default: see `reach.py`.
-    return found
+    private.set_policy_of_thread(None if policy == "auto" else _of_process)
 
 
 def restore_global_policy() -> None:
     """Sets the policy of the process in a thread that has none, or has lost it."""
+    global _of_process
     if _of_process is not None and private.policy_of_thread() is None:
+        _of_process = Policy(_of_process)
         private.set_policy_of_thread(_of_process)
 
 
@@ -113,8 +89,8 @@ def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]
     Yields:
         The policy object in force within the block.
     """
-    before, outer = global_policy(), getattr(_thread, "in_scope", False)
-    private.set_policy_of_thread(_policy(policy))
+    before, outer = private.policy_of_thread(), getattr(_thread, "in_scope", False)
+    private.set_policy_of_thread(Policy(policy))
     _thread.in_scope = True
     try:
         yield global_policy()

@@ -53,7 +53,6 @@ def convert(
             f"`model` must be a keras.Model or a layer. Received: model={model!r}."
         )
     policy = Policy(policy)
-    policy._keras_mp_asked_for = True
     if _is_under(policy, model):
         return model
     layers = [layer for layer in private.layers_in(model) if _converts(layer)]

@@ -113,6 +113,7 @@ def uninstall() -> None:
     keras_mp.install()
     ```
     """
+    restore_global_policy()  # Keras alone does not know what "auto" is.
     for name, owner, _ in _seams():
         marks = vars(vars(owner)[name])
         # Another library's wrapper round ours has our marks too, copied by functools.

@@ -207,6 +207,28 @@ def test_auto_is_what_the_hardware_is_made_for(name, monkeypatch):
         assert policy.name == name
 
 
+@pytest.mark.parametrize(
+    "ask", [lambda: layers.Dense(1), keras_mp.uninstall], ids=["a layer", "uninstall"]
+)
+def test_auto_looks_for_devices_when_somebody_asks(ask, monkeypatch):
+    looks = []
+
+    def recommended_policy():
+        looks.append("look")
+        return Recommendation("mixed_bfloat16", "why", ())
+
+    monkeypatch.setattr(
+        keras_mp.policies.policy, "recommended_policy", recommended_policy
+    )
+    keras_mp.set_global_policy("auto")
+    with keras_mp.policy_scope("float32"):
+        assert layers.Dense(1).compute_dtype == "float32"
+    assert looks == []
+    ask()
+    assert layers.Dense(1).compute_dtype == "bfloat16"
+    assert looks == ["look"]
+
+
 def test_auto_on_this_machine_raises_nothing_and_gives_a_reason():
     keras_mp.set_global_policy("auto")
     recommended = keras_mp.recommended_policy()

@@ -1,5 +1,6 @@
 """The policies of ours, and what they decide for a layer."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -219,6 +220,21 @@ def Policy(name: str | keras.DTypePolicy) -> keras.DTypePolicy:  # noqa: N802 (t
     Raises:
         ValueError: for a name that is no policy.
     """
+    policy = _named(name)
+    _asked_for[id(policy)] = policy
+    return policy
+
+
+# By id, as policies have no hash.
+_asked_for: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def was_asked_for(policy: Any) -> bool:
+    """Did somebody pass the policy, or its name, to keras_mp? Keras' default is not."""
+    return _asked_for.get(id(policy)) is policy
+
+
+def _named(name: str | keras.DTypePolicy) -> keras.DTypePolicy:
     if isinstance(name, keras.DTypePolicy):
         return name
     if name == "auto":

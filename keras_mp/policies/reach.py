@@ -11,7 +11,7 @@ from keras_mp.backends.interface import HALF
 from keras_mp.display.messages import warn
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import layer_path, policy_of
-from keras_mp.policies.policy import chooser_of
+from keras_mp.policies.policy import chooser_of, was_asked_for
 
 # The models that were warned about, or need no warning.
 _examined: weakref.WeakSet = weakref.WeakSet()
@@ -92,7 +92,7 @@ def _is_late(model: Any, layers: list[Any]) -> bool:
     return (
         chooser_of(keras.config.dtype_policy()) is not None
         and own.name == "float32"
-        and not getattr(own, "_keras_mp_asked_for", False)
+        and not was_asked_for(own)
         and any(policy_of(x) is own and x.weights for x in layers[1:])
         and not any(policy_of(x).compute_dtype in HALF for x in layers)
         and not any(decision_for(x) for x in layers)
