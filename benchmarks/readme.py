@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Sequence
 
 from benchmarks import SUITES
-from benchmarks.cost.tables import details
+from benchmarks.cost.cost_tables import details
 from benchmarks.results import Record, read
 from benchmarks.suites import suite_named
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.report import write_section
+from sweeps.sections import write_section
 
 STEPS, SEEDS, BATCH = 100, 3, 32
 TITLE = "The first steps"

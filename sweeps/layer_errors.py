@@ -20,8 +20,8 @@ import keras
 import numpy as np
 from keras import tree
 
-from sweeps.gradients import called
 from sweeps.layer_cases import Case
+from sweeps.layer_gradients import called
 
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}

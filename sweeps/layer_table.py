@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from sweeps.report import write_section
+from sweeps.sections import write_section
 
 RESULTS = pathlib.Path(__file__).with_name("layers.json")
 BACKENDS = ("jax", "tensorflow", "torch")

@@ -50,8 +50,8 @@ def sweep(arguments: Any) -> None:
     import keras
 
     import keras_mp
-    from sweeps.gradients import MODES
     from sweeps.layer_cases import cases
+    from sweeps.layer_gradients import MODES
 
     # We warn about a lower loss scale, and Keras about hard inputs.
     warnings.simplefilter("ignore")
@@ -69,9 +69,9 @@ def sweep(arguments: Any) -> None:
 
 def _measured(case: Any, ours: dict[str, Any], modes: Any) -> dict[str, Any]:
     import keras_mp
-    from sweeps.gradients import MODES
     from sweeps.layer_errors import built, run
     from sweeps.layer_fit import fit, fits
+    from sweeps.layer_gradients import MODES
 
     twin = built(case, "float32")
     expected = {}

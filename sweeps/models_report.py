@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sweeps.report import write_section
+from sweeps.sections import write_section
 
 RESULTS = pathlib.Path(__file__).with_name("models.json")
 PACKAGES = ("keras", "keras-hub", "jax", "tensorflow", "numpy")

@@ -27,20 +27,19 @@ from benchmarks import (
     worker,
 )
 from benchmarks import __main__ as command
-from benchmarks.cost import agreement
+from benchmarks.cost import agreement, cost_tables
 from benchmarks.cost import suite as cost
-from benchmarks.cost import tables as cost_tables
 from benchmarks.cost.cases import CASES, case_named
 from benchmarks.cost.peers import PEERS, steps_on
 from benchmarks.pairs import CONTROL, MIN_PAIRS, is_conclusive, quartiles, time_in_pairs
 from benchmarks.processes import Job
+from benchmarks.quality import quality_tables
 from benchmarks.quality import suite as quality
-from benchmarks.quality import tables as quality_tables
 from benchmarks.results import Results
 from benchmarks.seams import suite as seams
 from benchmarks.suites import Suite
 from benchmarks.train import suite as train
-from benchmarks.train import tables as train_tables
+from benchmarks.train import train_tables
 from benchmarks.train.cases import TRAIN_CASES, _operations_of_convolutions
 from benchmarks.train.device import peak
 from keras_mp.policies import heads

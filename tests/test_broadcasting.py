@@ -7,8 +7,8 @@ from backends import BACKEND
 from keras import ops
 
 import keras_mp  # noqa: F401 (puts the seams in)
-from sweeps.gradients import MODES, called
 from sweeps.layer_errors import tolerance
+from sweeps.layer_gradients import MODES, called
 
 # More terms than half precision can count, in a shape whose sum is made in one row.
 SHAPE = (16, 62, 62, 4)

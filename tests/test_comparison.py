@@ -20,7 +20,7 @@ import keras_mp
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.diagnostics.comparison import judgement
-from keras_mp.diagnostics.comparison.report import Comparison
+from keras_mp.diagnostics.comparison.comparison_report import Comparison
 from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
 from keras_mp.diagnostics.comparison.training import Training
 

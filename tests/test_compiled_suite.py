@@ -11,10 +11,10 @@ import products
 
 from benchmarks.compiled import by_hand, steps
 from benchmarks.compiled.cases import CASES, Case
+from benchmarks.compiled.compiled_tables import WAYS, tables
 from benchmarks.compiled.devices import DEVICES
 from benchmarks.compiled.roofline import cost_of
 from benchmarks.compiled.suite import SUITE
-from benchmarks.compiled.tables import WAYS, tables
 from benchmarks.models import dense
 from keras_mp import seams
 

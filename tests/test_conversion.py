@@ -415,7 +415,7 @@ def test_auto_converts_to_what_the_hardware_is_made_for():
 
 
 def test_an_authors_class_stays_in_float32(monkeypatch):
-    monkeypatch.setattr(keras_mp.policies.rules, "_kept", {})
+    monkeypatch.setattr(keras_mp.policies.stock_rules, "_kept", {})
 
     @keras_mp.keep_float32
     class Careful(layers.Dense):

@@ -10,9 +10,9 @@ import keras
 import pytest
 
 import keras_mp
-from sweeps.gradients import MODES
 from sweeps.layer_cases import CASES, SKIPPED, cases
 from sweeps.layer_errors import built, outcome, run
+from sweeps.layer_gradients import MODES
 
 # On JAX a compiled step is what users run, and quicker than its operations one by one.
 MODE = "jit" if "jit" in MODES else "eager"

@@ -9,7 +9,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 from benchmarks.kernels import counting, steps
-from benchmarks.kernels.tables import (
+from benchmarks.kernels.kernels_tables import (
     AMP,
     CONVOLUTIONS,
     DECODER,

@@ -93,7 +93,7 @@ def own_imports(path: pathlib.Path) -> Iterator[tuple[str, int]]:
     """The modules of both packages that a file imports, by their names here."""
     for module, line, _ in imports_of(path):
         if module.split(".")[0] in (PACKAGE.name, COMMAND_LINE.name):
-            # `from keras_mp.policies.rules import Rule` is an import of `rules`.
+            # `from keras_mp.policies.rule import Rule` is an import of `rule`.
             while name_of(module) not in modules():
                 module = module.rpartition(".")[0]
             yield name_of(module), line

@@ -14,9 +14,9 @@ from compiled_steps import platform, sharding
 from test_every_layer import NOT_COMPILED
 
 import keras_mp
-from sweeps.gradients import jax_program
 from sweeps.layer_cases import cases
 from sweeps.layer_errors import built
+from sweeps.layer_gradients import jax_program
 
 FLOAT16, BFLOAT16 = keras_mp.MixedFloat16(), keras_mp.MixedBFloat16()
 # Without the GPU XLA takes tiles of Triton's that do not fit a product, in float32 too.

@@ -11,7 +11,7 @@ import pytest
 
 import keras_mp
 from keras_mp.policies.choosing import decision_for
-from keras_mp.policies.rules import RULES
+from keras_mp.policies.stock_rules import RULES
 from sweeps import layer_table, layers
 from sweeps.layer_cases import cases
 from sweeps.layer_errors import built

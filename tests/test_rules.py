@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 import keras_mp
-from keras_mp.policies.rules import RULES, Rule
+from keras_mp.policies.stock_rules import RULES, Rule
 
 layers = keras.layers
 
 
 @pytest.fixture(autouse=True)
 def no_authors_classes(monkeypatch):
-    monkeypatch.setattr(keras_mp.policies.rules, "_kept", {})
+    monkeypatch.setattr(keras_mp.policies.stock_rules, "_kept", {})
 
 
 def decided(layer, x, policy=None):

@@ -23,7 +23,7 @@ from keras_mp.diagnostics.diagnosis.ranges import range_of
 from keras_mp.display import page, plots
 from keras_mp.display.tables import Table
 from keras_mp.policies import hardware
-from keras_mp.policies.rules import RULES
+from keras_mp.policies.stock_rules import RULES
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 8)).astype("float32")
@@ -487,19 +487,19 @@ TABLES = {
         lambda: keras_mp.MixedFloat16(float32=[f"{LONG}/{LONG}/.*"]).rules,
         f"{LONG}/{LONG}",
     ),
-    "diagnostics/comparison/report.py": (compared, "mixed_bfloat16"),
+    "diagnostics/comparison/comparison_report.py": (compared, "mixed_bfloat16"),
     "diagnostics/doctor.py": (examined, "NotImplementedError: no kernel"),
-    "diagnostics/float32_search/report.py": (
+    "diagnostics/float32_search/search_report.py": (
         lambda: keras_mp.find_float32_layers(
             modelled("mixed_float16", 1e3), (X, Y), verbose=0
         ),
         f"a_{LONG}/<img",
     ),
-    "diagnostics/inspection/report.py": (
+    "diagnostics/inspection/layer_report.py": (
         lambda: keras_mp.inspect(modelled("mixed_float16")),
         f"a_{LONG}/{LONG}",
     ),
-    "diagnostics/diagnosis/report.py": (
+    "diagnostics/diagnosis/diagnosis_report.py": (
         lambda: diagnosed("mixed_float16", 1e3),
         f"a_{LONG}/{LONG}",
     ),

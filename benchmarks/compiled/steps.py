@@ -10,10 +10,16 @@ import keras_mp
 import keras_mp.keras_private as private
 from benchmarks.compiled import by_hand
 from benchmarks.compiled.cases import Case
+from benchmarks.compiled.compiled_tables import (
+    BFLOAT16,
+    BY_HAND,
+    FLOAT32,
+    KERAS,
+    RECOMPUTED,
+)
 from benchmarks.compiled.devices import Device
 from benchmarks.compiled.private import as_if_there
 from benchmarks.compiled.roofline import cost_of
-from benchmarks.compiled.tables import BFLOAT16, BY_HAND, FLOAT32, KERAS, RECOMPUTED
 from benchmarks.results import Record
 from keras_mp.seams import uninstall
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from benchmarks.compiled.cases import CASES, Case
+from benchmarks.compiled.compiled_tables import BY_HAND, RECOMPUTED, WAYS, tables
 from benchmarks.compiled.devices import DEVICES
-from benchmarks.compiled.tables import BY_HAND, RECOMPUTED, WAYS, tables
 from benchmarks.origin import origin
 from benchmarks.results import Record
 from benchmarks.suites import Suite

@@ -7,8 +7,8 @@ from typing import Any
 from benchmarks import BACKENDS
 from benchmarks.cost.agreement import Reference
 from benchmarks.cost.cases import CASES, case_named
+from benchmarks.cost.cost_tables import plot, tables
 from benchmarks.cost.peers import PEERS, Peer, Step, Steps, steps_on
-from benchmarks.cost.tables import plot, tables
 from benchmarks.origin import origin
 from benchmarks.pairs import CONTROL, is_conclusive, time_in_pairs
 from benchmarks.processes import CAN_PIN

@@ -13,8 +13,7 @@ import keras_mp
 from benchmarks import models
 from benchmarks.kernels import peers
 from benchmarks.kernels.counting import Count, count
-from benchmarks.kernels.private import products_as_on_a_gpu
-from benchmarks.kernels.tables import (
+from benchmarks.kernels.kernels_tables import (
     AMP,
     CONVOLUTIONS,
     DECODER,
@@ -24,6 +23,7 @@ from benchmarks.kernels.tables import (
     OURS,
     SUBCLASSED,
 )
+from benchmarks.kernels.private import products_as_on_a_gpu
 from keras_mp.seams import install, uninstall
 
 _POLICIES = {FLOAT32: "float32", KERAS: "mixed_float16", OURS: "mixed_float16"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.kernels.tables import TITLES, WAYS, tables
+from benchmarks.kernels.kernels_tables import TITLES, WAYS, tables
 from benchmarks.origin import origin
 from benchmarks.results import Record
 from benchmarks.suites import Suite

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from benchmarks.quality.tables import KERAS, UNSCALED
+from benchmarks.quality.quality_tables import KERAS, UNSCALED
 from benchmarks.results import Record
 from keras_mp.display.plots.figures import svg_text
 

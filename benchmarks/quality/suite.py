@@ -10,7 +10,7 @@ import numpy as np
 import keras_mp
 from benchmarks import BACKENDS
 from benchmarks.origin import origin
-from benchmarks.quality.tables import KERAS, SLOTS, UNSCALED, tables, ways
+from benchmarks.quality.quality_tables import KERAS, SLOTS, UNSCALED, tables, ways
 from benchmarks.quality.tasks import TASKS, Data, Task
 from benchmarks.results import Record
 from benchmarks.suites import Suite

@@ -20,7 +20,7 @@ from benchmarks.pairs import CONTROL, is_conclusive, quartiles, time_in_pairs
 from benchmarks.processes import CAN_PIN
 from benchmarks.results import Record
 from benchmarks.seams.compilation import ROUNDS, compilations
-from benchmarks.seams.tables import CASES, tables
+from benchmarks.seams.seams_tables import CASES, tables
 from benchmarks.suites import Suite
 from keras_mp.backends.train_step import SCALE, monitored
 from keras_mp.seams import install, uninstall

@@ -22,7 +22,7 @@ from benchmarks.train.device import (
     peak,
     set_tf32,
 )
-from benchmarks.train.tables import (
+from benchmarks.train.train_tables import (
     FLOAT32,
     KERAS,
     PRECISIONS,

@@ -38,7 +38,7 @@ from keras_mp.policies.policy import (
 )
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.rule import Rule
-from keras_mp.policies.rules import OUTPUT, OUTPUT_ALONE, SOFTMAX, STORED
+from keras_mp.policies.stock_rules import OUTPUT, OUTPUT_ALONE, SOFTMAX, STORED
 from keras_mp.policies.weights import bring_to, has_large
 
 # Prefix of a layer's path in a file's map: the layer and all its parts are in float32.

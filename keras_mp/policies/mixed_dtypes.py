@@ -22,7 +22,7 @@ from keras_mp.policies.choosing import (
 )
 from keras_mp.policies.layers import layer_path, policy_of
 from keras_mp.policies.record import Precision
-from keras_mp.policies.rules import MIXES_DTYPES
+from keras_mp.policies.stock_rules import MIXES_DTYPES
 
 _OF_DTYPES = re.compile(r"dtype|float16|\bhalf\b", re.IGNORECASE)
 # Keras adds the arguments of the call, with their dtypes, to every message.

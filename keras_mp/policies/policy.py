@@ -15,7 +15,7 @@ from keras_mp.policies.layers import (
     policy_of,
 )
 from keras_mp.policies.rule import Rule, RuleTable, user_rule
-from keras_mp.policies.rules import BATCH_STATISTICS, WRAPPED, rules_with
+from keras_mp.policies.stock_rules import BATCH_STATISTICS, WRAPPED, rules_with
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy unchanged.

@@ -16,7 +16,7 @@ from keras_mp.diagnostics.breakpoint import model_file
 from keras_mp.diagnostics.breakpoint.batch import tensors_of
 from keras_mp.diagnostics.breakpoint.folder import Overflow, read
 from keras_mp.diagnostics.breakpoint.skipped_step import diagnosed, set_random_state
-from keras_mp.diagnostics.diagnosis.report import Report
+from keras_mp.diagnostics.diagnosis.diagnosis_report import Report
 from keras_mp.errors import BreakpointError
 from keras_mp.loss_scaling.nonfinite import added, named
 from keras_mp.loss_scaling.optimizer import loss_scaling_of

@@ -22,7 +22,7 @@ from keras_mp.diagnostics.breakpoint.folder import (
     written_at_once,
 )
 from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
-from keras_mp.diagnostics.diagnosis.report import Report
+from keras_mp.diagnostics.diagnosis.diagnosis_report import Report
 from keras_mp.errors import version_of
 from keras_mp.loss_scaling.nonfinite import ROWS, added
 from keras_mp.loss_scaling.optimizer import loss_scaling_of

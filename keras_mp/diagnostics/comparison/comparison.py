@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp.diagnostics.comparison.report import Comparison
+from keras_mp.diagnostics.comparison.comparison_report import Comparison
 from keras_mp.diagnostics.comparison.training import (
     Plan,
     Training,

@@ -9,9 +9,9 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.departure import Comparison, Departure, layer_of
+from keras_mp.diagnostics.diagnosis.diagnosis_report import Report
 from keras_mp.diagnostics.diagnosis.probe import Output, Probe, probe
 from keras_mp.diagnostics.diagnosis.ranges import range_of
-from keras_mp.diagnostics.diagnosis.report import Report
 from keras_mp.diagnostics.diagnosis.verdict import Measured, Verdict, verdict_on
 from keras_mp.diagnostics.inspection.inspection import inspect
 from keras_mp.diagnostics.temporary_policies import (

@@ -16,7 +16,10 @@ from keras_mp.diagnostics.float32_search.agreement import (
     agreement,
     step,
 )
-from keras_mp.diagnostics.float32_search.report import Contribution, Float32Layers
+from keras_mp.diagnostics.float32_search.search_report import (
+    Contribution,
+    Float32Layers,
+)
 from keras_mp.diagnostics.float32_search.smallest_set import Unit, smallest_units
 from keras_mp.diagnostics.temporary_policies import (
     half_policies,

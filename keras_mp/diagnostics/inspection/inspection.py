@@ -6,8 +6,8 @@ import keras
 
 from keras_mp.diagnostics.inspection.findings import findings_of
 from keras_mp.diagnostics.inspection.layer_facts import facts_of, layers_of
+from keras_mp.diagnostics.inspection.layer_report import Inspection
 from keras_mp.diagnostics.inspection.loss_chunks import loss_chunks
-from keras_mp.diagnostics.inspection.report import Inspection
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.symbolic import nodes_of
 

@@ -11,7 +11,7 @@ from keras_mp.errors import needed
 with needed("Drawing", "matplotlib"):
     from keras_mp.display.plots.comparison import plot_comparison
     from keras_mp.display.plots.figures import save_png, svgs_and_caption
-    from keras_mp.display.plots.gradients import plot_gradients
+    from keras_mp.display.plots.gradient_ranges import plot_gradients
     from keras_mp.display.plots.training import plot_training
 
 __all__ = [
