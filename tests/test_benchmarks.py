@@ -42,6 +42,7 @@ from benchmarks.train import suite as train
 from benchmarks.train import train_tables
 from benchmarks.train.cases import TRAIN_CASES, _operations_of_convolutions
 from benchmarks.train.device import peak
+from keras_mp.config import policy_scope
 from keras_mp.policies import heads
 
 once = pytest.mark.once
@@ -655,21 +656,6 @@ def test_stock_keras_is_keras_without_us():
 
 
 @once
-def test_a_seed_gives_every_policy_the_same_weights():
-    task = next(t for t in quality.TASKS if t.name == "regression")
-    data = task.data()
-    weights = {}
-    for way in ("float32", "mixed_float16", "bfloat16"):
-        training = quality._Training(task, way, data, 1)
-        training.begin(3)
-        weights[way] = training._model.get_weights()
-    for a, b, rounded in zip(*weights.values(), strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert (np.abs(rounded.astype("float32") - a) <= 2.0**-8 * np.abs(a)).all()
-    assert {w.dtype.name for w in weights["bfloat16"]} == {"bfloat16", "float32"}
-
-
-@once
 def test_a_quality_table_says_what_differs_with_the_confidence_interval():
     def record(way, values):
         about = {"case": "regression", "backend": "jax", "way": way}
@@ -707,7 +693,8 @@ def test_a_language_model_has_a_head_whose_operands_are_half_precision():
     np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
     assert np.isin(data.test_x, data.x).mean() > 0.9
     assert np.mean(data.y == 0) < 0.05  # What is none of the frequent words.
-    model = quality._Training(task, "mixed_float16", data, 1)._model
+    with policy_scope("mixed_float16"):
+        model = quality.built(task, "mixed_float16")
     hidden = np.zeros((1, 1), "float16")
     products = [heads.half_products(layer, hidden) for layer in model.layers]
     assert products.count("float16") == 1

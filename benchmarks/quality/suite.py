@@ -1,19 +1,24 @@
 """The suite `quality`: does a training end the same under each policy?"""
 
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
 import keras_mp
+import keras_mp.keras_private as private
 from benchmarks import BACKENDS
 from benchmarks.origin import origin
 from benchmarks.quality.quality_tables import KERAS, SLOTS, UNSCALED, tables, ways
 from benchmarks.quality.tasks import TASKS, Data, Task
 from benchmarks.results import Record
 from benchmarks.suites import Suite
+from keras_mp.diagnostics.comparison.training import Plan, initial_values, train_once
+from keras_mp.diagnostics.data import TrainingData
+from keras_mp.policies.policy import FLOAT32
 from keras_mp.seams import install, uninstall
 
 SEEDS = 5
@@ -48,16 +53,29 @@ def measure(
     data = task.data()
     if smallest:
         data = Data(*(part[: 2 * task.batch] for part in data))
+    plan = Plan(
+        functools.partial(built, task, way),
+        TrainingData("train", (data.x, data.y), task.batch),
+        TrainingData("validation", (data.test_x, data.test_y), 128),
+        1 if smallest else task.epochs,
+        private.names_given(),
+        callbacks=list,
+    )
     if way.startswith(KERAS):
         uninstall()
     try:
-        training = _Training(task, way, data, 1 if smallest else task.epochs)
         values: list[float] = []
         skipped: list[int | None] = []
         start = time.perf_counter()
+
+        def show(part: float) -> None:
+            progress((len(values) + part) / seeds)
+
         for seed in range(seeds):
-            progress(seed / seeds)
-            values.append(training.ends_with(seed))
+            # In float32, because a draw in bfloat16 gives other numbers.
+            initial = initial_values(plan, FLOAT32, seed)
+            training = train_once(plan, way, _policy(way), seed, initial, show)
+            values.append(training.metrics.get(task.metric[0], math.nan))
             skipped.append(training.skipped_steps)
             yield {
                 **origin(),
@@ -69,61 +87,13 @@ def measure(
         install()
 
 
-class _Training:
-    """A model that is compiled once and trained from the start with each seed."""
-
-    def __init__(self, task: Task, way: str, data: Data, epochs: int) -> None:
-        self._task, self._data, self._epochs = task, data, epochs
-        self._model, optimizer, compiled_with = _built(task, _policy(way))
-        if way == SLOTS:
-            optimizer = keras_mp.StochasticRoundingOptimizer(optimizer, "bfloat16")
-        self._model.compile(optimizer, auto_scale_loss=way != UNSCALED, **compiled_with)
-        self._state: list[np.ndarray] | None = None
-
-    def begin(self, seed: int) -> None:
-        """Initial weights and states, the same under every policy."""
-        optimizer = self._model.optimizer
-        if self._state is None:
-            optimizer.build(self._model.trainable_variables)
-            self._state = [keras.ops.convert_to_numpy(v) for v in optimizer.variables]
-        for variable, value in zip(optimizer.variables, self._state, strict=True):
-            variable.assign(value)
-        # Drawn in float32, because a draw in bfloat16 gives other numbers.
-        model, *_ = _built(self._task, keras.DTypePolicy("float32"), seed)
-        self._model.set_weights(model.get_weights())
-
-    def ends_with(self, seed: int) -> float:
-        """The metric on the test data after a training; it may be nan."""
-        self.begin(seed)
-        keras.utils.set_random_seed(seed)
-        data = self._data
-        self._model.fit(
-            data.x,
-            data.y,
-            batch_size=self._task.batch,
-            epochs=self._epochs,
-            verbose=0,
-        )
-        results = self._model.evaluate(
-            data.test_x, data.test_y, batch_size=128, verbose=0, return_dict=True
-        )
-        return float(results[self._task.metric[0]])
-
-    @property
-    def skipped_steps(self) -> int | None:
-        """The skipped steps of the last training; None if nothing counts them."""
-        skipped = getattr(self._model.optimizer, "skipped_steps", None)
-        return None if skipped is None else int(skipped)
-
-
-def _built(task: Task, policy: Any, seed: int = 0) -> tuple[Any, Any, dict[str, Any]]:
-    keras.utils.set_random_seed(seed)
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        return task.build()
-    finally:
-        keras.config.set_dtype_policy(before)
+def built(task: Task, way: str) -> keras.Model:
+    """The compiled model of a task, under the global policy."""
+    model, optimizer, compiled_with = task.build()
+    if way == SLOTS:
+        optimizer = keras_mp.StochasticRoundingOptimizer(optimizer, "bfloat16")
+    model.compile(optimizer, auto_scale_loss=way != UNSCALED, **compiled_with)
+    return model
 
 
 def _policy(way: str) -> Any:
