@@ -69,8 +69,10 @@ def test_min_scale_over_max_scale_is_refused():
         )
 
 
-def test_a_fixed_scale_that_is_not_given_is_the_default():
-    fixed = keras_mp.LossScaleOptimizer("sgd", dynamic=False)
+def test_a_fixed_scale_must_be_given():
+    with pytest.raises(ValueError, match="`dynamic=False` needs an `initial_scale`"):
+        keras_mp.LossScaleOptimizer("sgd", dynamic=False)
+    fixed = keras_mp.LossScaleOptimizer("sgd", dynamic=False, initial_scale=2.0**15)
     assert float(fixed.loss_scale) == 2.0**15
 
 

@@ -25,6 +25,9 @@ from keras_mp.loss_scaling.stage import in_train_step, update_by
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.rounding.holders import hold
 
+# The object that stands for "not given": dynamic=False needs a scale from the user, as
+# Keras' own tests ask for an error without one.
+_DEFAULT_INITIAL_SCALE = LossScaleRule.initial_scale
 # The defaults of 0.1.0. A file leaves out arguments equal to these, as Keras' own tests
 # count its keys, and is read with these: a later default changes no old file.
 DEFAULTS_IN_FILES = {
@@ -67,8 +70,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner_optimizer: a Keras optimizer, its name ("adam") or its config.
         initial_scale: the scale of the first step.
         dynamic_growth_steps: finite steps in a row before the scale grows.
-        dynamic: False keeps the scale at `initial_scale`; non-finite steps are skipped
-            all the same.
+        dynamic: False keeps the scale at `initial_scale`, which must then be given;
+            non-finite steps are skipped all the same.
         growth_factor: what the scale is multiplied by when it grows, above 1.
         backoff_factor: what it is multiplied by when it backs off, within (0, 1).
         min_scale: the scale never falls below this; at least 2**-126.
@@ -97,7 +100,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __init__(
         self,
         inner_optimizer: str | keras.optimizers.Optimizer,
-        initial_scale: float = 2.0**15,
+        initial_scale: float = _DEFAULT_INITIAL_SCALE,
         dynamic_growth_steps: int = 2000,
         *,
         dynamic: bool = True,
@@ -117,6 +120,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "`initial_scale` must be a number. Received: "
                 f"initial_scale={initial_scale}. tf.keras has `dynamic` in this place: "
                 f"pass dynamic={initial_scale} by its name, after the initial scale."
+            )
+        if dynamic is False and initial_scale is _DEFAULT_INITIAL_SCALE:
+            raise ValueError(
+                "`dynamic=False` needs an `initial_scale` to stay at. Received: "
+                "dynamic=False without initial_scale. Give one, or set "
+                "`loss_scale_factor` on the inner optimizer."
             )
         rule = LossScaleRule(
             initial_scale=initial_scale,
@@ -533,8 +542,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict | None = None
     ) -> "LossScaleOptimizer":
         """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
+        # A fixed scale without an initial one still raises its error.
+        old = {k: v for k, v in DEFAULTS_IN_FILES.items() if k != "initial_scale"}
         # A new dict, as Keras pops a key.
-        return super().from_config({**DEFAULTS_IN_FILES, **config}, custom_objects)
+        return super().from_config({**old, **config}, custom_objects)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes Keras' own layout, with the counters it does not have by name."""
