@@ -119,7 +119,7 @@ bench-quality: $(BENCH)
 gpu-gates: $(GPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
-	  test_compiled_step.py test_whole_steps.py test_lowering.py
+	  test_compiled_step.py test_whole_steps.py test_lowering.py test_xla_tricks.py
 
 # Ten to twenty minutes on two cores, most of them for ResNet-50.
 # libtpu looks for its machine unless it is told, and lets one process in at a time.

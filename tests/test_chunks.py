@@ -18,7 +18,12 @@ from keras_mp.backends import products
 from keras_mp.backends.jax import chunks, one_pass
 from keras_mp.backends.jax import logits as known_logits
 from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.products import HalfOperands, number_of_chunks, number_recomputed
+from keras_mp.backends.products import (
+    HalfOperands,
+    keeps_half,
+    number_of_chunks,
+    number_recomputed,
+)
 from keras_mp.policies import weights
 
 CLASSES, WIDTH = 300, 16
@@ -82,12 +87,13 @@ HALVES = {
 ONE_HOT = (LABELS[..., None] == np.arange(CLASSES)).astype("float32")
 TARGETS = {"labels": LABELS, "probabilities": 0.8 * ONE_HOT + 0.2 / CLASSES}
 MODES = ["in chunks", "recomputed"]
-TABLE = [[*STEPS], [*HALVES], MODES, [1, 3], [*WRAPPED], [0, 1], [0, 1], [*TARGETS]]
+TABLE = [[*STEPS], [*HALVES], MODES, [1, 3], [*WRAPPED], [*TARGETS], *[[0, 1]] * 3]
 
 
 @pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
-def test_losses_and_gradients_are_those_of_float64(case):
-    step, half, mode, number, wrapped, tied, classes, kind = case
+def test_losses_and_gradients_are_those_of_float64(case, monkeypatch):
+    step, half, mode, number, wrapped, kind, tied, classes, wide = case
+    monkeypatch.setattr(products, "NARROW", 0 if wide else WIDTH)
     operands = HalfOperands(*HALVES[half], bool(tied), mode, bool(classes))
 
     def of_chunks(inputs, kernel, bias):
@@ -114,6 +120,76 @@ def test_losses_and_gradients_are_those_of_float64(case):
         assert error <= 2 * rounding * np.linalg.norm(wanted)
 
 
+@pytest.fixture
+def wide(monkeypatch):
+    """A head that keeps its logits in half precision, for metrics, in three chunks."""
+    monkeypatch.setattr(products, "NARROW", 0)
+    operands = HalfOperands("float16", "float16", False, "in chunks", classes=True)
+
+    def losses(inputs, kernel, step=lambda x: x, labels=LABELS):
+        product = jnp.matmul(inputs, kernel, preferred_element_type="float32")
+        known_logits.note(product, Product(inputs, kernel, operands))
+        head = known_logits.known(step(product))
+        return chunks.losses(head, labels, 3)[0]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda x: x, {"float16": CLASSES}),
+        (lambda x: ops.add(x, BIAS), {"float16": CLASSES}),
+        # The gradient of a cap takes the product: two chunks of 128 are made again.
+        (lambda x: ops.tanh(x), {"float32": CLASSES - 2 * 128}),
+    ],
+    ids=["product", "bias", "cap"],
+)
+def test_a_wide_head_keeps_logits_in_half_precision(step, expected, wide):
+    _, pull = jax.vjp(lambda x: wide(x, KERNEL, step), jnp.asarray(INPUTS))
+    kept = [x for x in jax.tree.leaves(pull) if x.shape[:-1] == LABELS.shape]
+    found = {dtype: 0 for dtype in expected}
+    for x in kept:
+        if x.shape[-1] != WIDTH:
+            found[x.dtype.name] = found.get(x.dtype.name, 0) + x.shape[-1]
+    assert found == expected
+
+
+def test_the_gradient_of_a_label_that_is_almost_certain_is_not_rounded_away(wide):
+    kernel = np.zeros((WIDTH, CLASSES), "float32")
+    kernel[0, 7] = 12.0  # Its logit; all others are 0.
+    inputs = np.eye(1, WIDTH, dtype="float32")
+    gradient = jax.grad(lambda x: wide(x, kernel, labels=np.array([7])).sum())(inputs)
+    rest = (CLASSES - 1) * np.exp(-12.0)  # 0.0018: float16's steps below 1 are 0.0005.
+    np.testing.assert_allclose(gradient[0, 0], -12 * rest / (1 + rest), rtol=1e-2)
+
+
+def test_classes_that_are_masked_have_no_gradient(wide):
+    mask = np.zeros(CLASSES, "float32")
+    mask[:200] = -np.inf  # All of the first chunk, and some of the second.
+    labels = np.array([[250, 299]])
+
+    def summed(mask):
+        def run(inputs, kernel):
+            return wide(inputs, kernel, lambda x: ops.add(x, mask), labels).sum()
+
+        return jax.value_and_grad(run, (0, 1))(INPUTS[:1, :2], KERNEL)
+
+    loss, (by_inputs, by_kernel) = summed(mask)
+    masked = np.where(mask < 0, 0, 1)
+    logits = np.where(mask < 0, -np.inf, INPUTS[:1, :2] @ KERNEL).astype("float64")
+    slope = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    slope -= np.arange(CLASSES) == labels[..., None]
+    wanted = np.einsum("btd,btv->dv", INPUTS[:1, :2], slope)
+    assert np.isfinite(loss) and not (np.asarray(by_kernel) * (1 - masked)).any()
+    np.testing.assert_allclose(by_kernel, wanted, atol=2e-3)
+    np.testing.assert_allclose(by_inputs, slope @ KERNEL.T, atol=2e-2)
+    # What is not finite stays so, for the check of the gradients.
+    mask[250] = np.inf
+    _, gradients = summed(mask)
+    assert not all(np.isfinite(x).all() for x in gradients)
+
+
 def test_probabilities_have_a_gradient_too():
     operands = HalfOperands("float32", "float32", False, "in chunks")
     head = Product(INPUTS, KERNEL, operands)
@@ -132,14 +208,16 @@ def test_it_has_no_forward_derivative():
         jax.jvp(of_chunks, (INPUTS,), (INPUTS,))
 
 
+@pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode):
-    operands = HalfOperands("bfloat16", "bfloat16", False, mode)
+def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode, classes, monkeypatch):
+    monkeypatch.setattr(products, "NARROW", 0)
+    operands = HalfOperands("bfloat16", "bfloat16", False, mode, classes)
     gradient = jax.grad(
         lambda x: chunks.losses(Product(x, KERNEL, operands), LABELS, 3)[0].sum()
     )
     traced = jax.jit(gradient).trace(INPUTS)
-    products = {
+    counts = {
         platform: traced.lower(lowering_platforms=(platform,))
         .as_text()
         .count("stablehlo.dot_general")
@@ -147,7 +225,7 @@ def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode):
     }
     # Of the gradient's two products in each chunk the kernel's is not asked for.
     expected = {"cuda": 3 * 2, "tpu": 2} if mode == "in chunks" else None
-    assert products == (expected or dict.fromkeys(products, 3 * 3))
+    assert counts == (expected or dict.fromkeys(counts, 3 * 3))
 
 
 def in_float64(step, inputs, kernel, kind):
@@ -221,16 +299,20 @@ KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_in_chunks_is_that_of_all_logits(kind, every_head_is_large, made):
+def test_a_training_in_chunks_is_that_of_all_logits(
+    kind, every_head_is_large, made, monkeypatch
+):
     keras_mp.set_global_policy("mixed_float16")
     expected = unchunked(trained, decoder(kind))
     assert not made
-    for recompute, metrics in [
-        (False, []),
-        (False, ["accuracy"]),
-        (True, ["accuracy"]),
-        (False, ["accuracy", TOP_3]),
+    for recompute, metrics, narrow in [
+        (False, [], WIDTH),
+        (False, ["accuracy"], WIDTH),
+        (False, ["accuracy"], 0),
+        (True, ["accuracy"], WIDTH),
+        (False, ["accuracy", TOP_3], WIDTH),
     ]:
+        monkeypatch.setattr(products, "NARROW", narrow)
         keras_mp.set_global_policy(keras_mp.MixedFloat16(recompute_logits=recompute))
         made.clear()
         assert_alike(trained(decoder(kind), metrics=metrics), expected)
@@ -378,17 +460,16 @@ def test_what_is_not_known_is_left_as_it_was(kind, every_head_is_large, made):
 
 def test_the_number_of_chunks_grows_with_the_square_root():
     sizes = {"1 MB": 2**20, "a decoder": 823e6, "batch of 32": 3.3e9, "large": 2**36}
-    numbers = {
-        name: number_of_chunks(x, 768, "in chunks", False) for name, x in sizes.items()
-    }
+    numbers = {name: number_of_chunks(x, "in chunks") for name, x in sizes.items()}
     assert numbers == {"1 MB": 0, "a decoder": 4, "batch of 32": 7, "large": 32}
-    assert number_of_chunks(2**20, 768, "recomputed", False) == 1
-    assert number_of_chunks(2**36, 768, "whole", False) == 0
+    assert number_of_chunks(2**20, "recomputed") == 1
+    assert number_of_chunks(2**36, "whole") == 0
 
 
 def test_for_accuracy_a_narrow_head_computes_half_of_its_logits_again():
-    number = [number_of_chunks(2**36, x, "in chunks", True) for x in (1024, 2048)]
-    assert number == [32, 0]
+    assert [keeps_half(x, "in chunks", True) for x in (1024, 2048)] == [False, True]
+    assert not keeps_half(2048, "in chunks", False)
+    assert not keeps_half(2048, "recomputed", True)
     recomputed = [number_recomputed(x, "in chunks", True) for x in (1, 2, 5, 32)]
     assert recomputed == [0, 1, 3, 16]
     assert number_recomputed(5, "in chunks", False) == 0

@@ -34,12 +34,19 @@ PROGRAM = """HloModule step
   ROOT %taken = f32[8,64]{1,0} gather(%table, %ids), slice_sizes={1,64}
 }
 
+%part (whole: f32[16,8]) -> f16[16,2] {
+  %whole = f32[16,8]{1,0} parameter(0)
+  %half = f16[16,8]{1,0} convert(%whole)
+  ROOT %slice = f16[16,2]{1,0} slice(%half), slice={[0:16], [0:2]}
+}
+
 ENTRY %main (a: f32[32,16], b: f32[16,8], table: f32[1000,64], ids: s32[8]) -> f32[8,64] {
   %a = f32[32,16]{1,0} parameter(0)
   %b = f32[16,8]{1,0} parameter(1)
   %table = f32[1000,64]{1,0} parameter(2)
   %ids = s32[8]{0} parameter(3)
   %product = f32[32,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %part.1 = f16[16,2]{1,0} fusion(%b), kind=kLoop, calls=%part
   %start = (s32[], f16[64,64]{1,0}) tuple(%ids, %a)
   %loop = (s32[], f16[64,64]{1,0}) while(%start), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   ROOT %rows.1 = f32[8,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
@@ -55,6 +62,7 @@ def test_a_program_is_read_kernel_by_kernel():
     assert operations == [(2 * 32 * 8 * 16, ("f32", "f32")), half]
     moved = 4 * (32 * 16 + 16 * 8 + 32 * 8)  # The first product waits for memory.
     gathered = 4 * (8 * 64 + 8 + 8 * 64)  # Of the table only what is taken.
+    moved += 4 * 16 * 2 + 2 * 16 * 2  # Of a matrix only what is sliced.
     assert cost.seconds == pytest.approx(5 * half[0] / 1e-9 + moved + gathered)
 
 

@@ -118,6 +118,30 @@ def test_a_maximum_of_floats_keeps_a_tpu_from_writing_bits(monkeypatch):
     assert bits.accessed >= 1.03 * floats.accessed, NOT_NEEDED
 
 
+@only_on("gpu")
+def test_a_barrier_puts_the_parts_of_a_heads_gradient_together_once(monkeypatch):
+    import jax.numpy as jnp
+    from compiled_steps import build, step_of
+
+    import keras_mp
+    from keras_mp.backends.jax import chunks
+
+    def moved():
+        with keras_mp.policy_scope("mixed_float16"):
+            hidden, head = keras.layers.Dense(1024), keras.layers.Dense(32768)
+            model = keras.Sequential([keras.Input((8,)), hidden, head])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+        data = np.zeros((2048, 8), "float32"), np.zeros(2048, "int32")
+        build(model, data)
+        model.make_train_function()
+        return step_of(model, data).accessed
+
+    once = moved()
+    monkeypatch.setattr(chunks, "_joined", lambda parts: jnp.concatenate(parts, 1))
+    assert moved() >= 1.03 * once, NOT_NEEDED
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
 def test_on_tensorflow_too_an_axis_in_two_parts_is_reduced_without_a_copy(monkeypatch):
     assert not copies()

@@ -19,6 +19,8 @@ _NAMES = re.compile(r"%([\w.-]+)")
 # What moves nothing, or is counted where it starts.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"}
 _FREE |= {"after-all", "copy-done", "slice-done", "async-done", "partition-id"}
+# What gives the same numbers, element by element.
+_SAME = {"bitcast", "convert"}
 _BODIES = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.-]+)")
 
 
@@ -155,20 +157,21 @@ class _Program:
                 continue
             outer = instruction.operands[number]
             names, users = [parameter.name], []
-            for name in names:  # It grows: by other names of the same bytes.
+            for name in names:  # It grows: by other names of the same numbers.
                 of_name = [each for each in inner if name in each.operands]
-                names += [u.name for u in of_name if u.operation == "bitcast"]
-                users += [u for u in of_name if u.operation != "bitcast"]
+                names += [u.name for u in of_name if u.operation in _SAME]
+                users += [u for u in of_name if u.operation not in _SAME]
+            dtype = _tensors(parameter.shape)[0][0]
             first = users and all(user.operands[0] in names for user in users)
             operations = {user.operation for user in users}
             if first and operations <= {"gather", "dynamic-slice", "slice"}:
-                part = sum(_bytes(user.shape) for user in users)
+                part = sum(_bytes(user.shape, dtype) for user in users)
                 sizes[outer] = min(sizes.get(outer, 0), part)
             elif first and operations <= {"scatter", "dynamic-update-slice"}:
                 updates = [
                     u.operands[1 if "dynamic" in u.operation else -1] for u in users
                 ]
-                part = sum(_bytes(self._shapes[body, name]) for name in updates)
+                part = sum(_bytes(self._shapes[body, name], dtype) for name in updates)
                 part = min(part, sizes.get(outer, 0))
                 untouched += sizes.get(outer, 0) - part
                 sizes[outer] = part
@@ -206,5 +209,7 @@ def _tensors(shape: str) -> list[tuple[str, list[int]]]:
     ]
 
 
-def _bytes(shape: str) -> int:
-    return sum(_BYTES.get(d, 4) * math.prod(sizes) for d, sizes in _tensors(shape))
+def _bytes(shape: str, dtype: str = "") -> int:
+    """The bytes of tensors, in their own dtypes or in another."""
+    tensors = _tensors(shape)
+    return sum(_BYTES.get(dtype or d, 4) * math.prod(sizes) for d, sizes in tensors)

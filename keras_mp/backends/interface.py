@@ -113,15 +113,12 @@ class Engine(Step, Batches, Measures, Shards):
     keeps_logits = False
     """Are the logits kept whole even if the loss is computed in chunks?"""
 
-    def number_of_chunks(
-        self, size: int, width: int, logits: str, classes: bool
-    ) -> int:
+    def number_of_chunks(self, size: int, logits: str) -> int:
         """The chunks that a large head and its cross-entropy are split into, or 0.
 
         Args:
             size: bytes of the head's logits.
-            width: of the head's inputs.
-            logits, classes: as in `HalfOperands`.
+            logits: as in `HalfOperands`.
         """
         return 0
 

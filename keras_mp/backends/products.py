@@ -53,26 +53,25 @@ ONE_CHUNK = 2**26
 LANES = 128
 
 
-# If metrics read classes, half of the logits are computed again for heads whose inputs
-# are up to this wide. Compiled for an H100 with this limit moved, speed and memory over
-# float32's, in chunks and as a whole: GPT-2, 768 wide, 1.58 in 0.75 and 1.62 in 1.03;
-# 2048 wide, Llama 1.71 in 0.67 and 1.85 in 0.73, Gemma 1.45 in 0.92 and 1.61 in 1.11.
+# If metrics read classes, heads whose inputs are up to this wide compute half of the
+# logits again, and wider ones keep them in half precision: for these a product takes
+# longer than a pass over its result. Compiled for an H100, speed and memory over
+# float32's, kept and computed again: Llama, 2048 wide, 1.81 in 0.67 and 1.71 in 0.67,
+# Gemma 1.54 in 0.93 and 1.45 in 0.92; as a whole 1.85 in 0.73 and 1.61 in 1.11.
 NARROW = 1024
 
 
-def number_of_chunks(size: int, width: int, logits: str, classes: bool) -> int:
+def number_of_chunks(size: int, logits: str) -> int:
     """The number of chunks; 0 if the loss reads the logits as a whole.
 
     Args:
         size: bytes of the logits in float32.
-        width: of the inputs of the head.
-        logits, classes: as in `HalfOperands`.
+        logits: as in `HalfOperands`.
     """
     number = round(math.sqrt(size / ONE_CHUNK))
     if logits == "recomputed":
         return max(1, number)
-    is_wide = classes and width > NARROW
-    return number if logits == "in chunks" and number > 1 and not is_wide else 0
+    return number if logits == "in chunks" and number > 1 else 0
 
 
 def size_of_chunk(classes: int, number: int) -> int:
@@ -89,6 +88,16 @@ def number_recomputed(number: int, logits: str, classes: bool) -> int:
     if logits == "recomputed":
         return number
     return (number + 1) // 2 if classes and number > 1 else 0
+
+
+def keeps_half(width: int, logits: str, classes: bool) -> bool:
+    """Are logits kept in half precision where the gradient needs no more of them?
+
+    Args:
+        width: of the inputs of the head.
+        logits, classes: as in `HalfOperands`.
+    """
+    return logits == "in chunks" and classes and width > NARROW
 
 
 # A product of two float32 tensors, as `product(run, a, b, half_operands)`. On JAX

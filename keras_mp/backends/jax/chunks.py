@@ -1,28 +1,35 @@
 """A large head and its cross-entropy, differentiated in chunks of the classes.
 
 The gradient of the logits is never whole in memory, and neither are the logits if the
-backward pass computes them again. This is known as fused linear cross-entropy (Hsu et
-al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your Losses); here XLA computes it.
+backward pass computes them again or makes do with half precision. This is known as
+fused linear cross-entropy (Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your
+Losses); here XLA computes it.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
 
+from keras_mp.backends.interface import HALF
 from keras_mp.backends.jax import one_pass
 from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.jax.products import in_float32, multiply
 from keras_mp.backends.products import (
+    keeps_half,
     number_of_chunks,
     number_recomputed,
     size_of_chunk,
 )
+
+# Exponentials of at most 1 are kept times this in float16. What is less than 2**-38 of
+# the largest is then 0, and all above 2**-28 are rounded to 11 bits.
+_LARGEST = 2.0**14
 
 
 def number_for(head: Product) -> int:
@@ -30,8 +37,7 @@ def number_for(head: Product) -> int:
     shape = *head.inputs.shape[:-1], head.kernel.shape[-1]
     distribution: Any = keras.distribution.distribution()
     devices = math.prod(distribution.device_mesh.shape) if distribution else 1
-    size, width = 4 * math.prod(shape) // devices, head.kernel.shape[0]
-    return number_of_chunks(size, width, head.operands.logits, head.operands.classes)
+    return number_of_chunks(4 * math.prod(shape) // devices, head.operands.logits)
 
 
 def losses(head: Product, targets: Any, number: int) -> Any:
@@ -44,17 +50,30 @@ def losses(head: Product, targets: Any, number: int) -> Any:
         targets: integer labels (...,), or probabilities (..., classes).
         number: the number of chunks.
     """
-    in_chunks = functools.partial(_losses, head, number)
     operands = head.inputs, head.kernel, list(head.others), targets
+    in_chunks = functools.partial(_losses, head, number, _keeps_half(head, targets))
     if head.operands.logits == "recomputed":
         return in_chunks(*operands)
     # On TPUs XLA computes the gradient of the logits within the products that read it,
     # and never writes it: a decoder's step takes 18.1 ms in one chunk, 19.7 ms in four.
-    as_a_whole = functools.partial(_losses, head, 1)
+    as_a_whole = functools.partial(_losses, head, 1, False)
     return lax.platform_dependent(*operands, tpu=as_a_whole, default=in_chunks)
 
 
-def _losses(head: Product, number: int, *operands: Any) -> Any:
+def _keeps_half(head: Product, targets: Any) -> bool:
+    """Is a logit between the passes no more than its exponential in half precision?
+
+    That is all that the gradient needs if nothing but a sum follows the product. The
+    gradient's products round to half precision, too.
+    """
+    how = head.operands
+    possible = how.gradient in HALF and head.adds_only
+    labels = not _are_probabilities(targets)
+    wanted = keeps_half(head.kernel.shape[0], how.logits, how.classes)
+    return wanted and possible and labels
+
+
+def _losses(head: Product, number: int, in_half: bool, *operands: Any) -> Any:
     classes = head.kernel.shape[-1]
     size = size_of_chunk(classes, number)
     chunks = [_Chunk(head, i, min(i + size, classes)) for i in range(0, classes, size)]
@@ -62,6 +81,8 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
     # These come first in the forward pass and last in the backward pass, so that the
     # products of the others are kept for the shortest time.
     recomputed = number_recomputed(len(chunks), how.logits, how.classes)
+    if in_half:
+        recomputed = 0
 
     @jax.custom_vjp
     def run(*operands: Any) -> Any:
@@ -69,17 +90,18 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
 
     def forward(inputs: Any, kernel: Any, others: Sequence, targets: Any) -> Any:
         operands = inputs, kernel, others, targets
-        half = kernel.astype(how.dtype)
+        parts = [chunk.part(kernel).astype(how.dtype) for chunk in chunks]
         own = jnp.zeros(inputs.shape[:-1], "float32")
+        so_far = jnp.full_like(own, jnp.finfo(own.dtype).min)
         sums: list[Any] = []
-        products: list[Any] = []
+        kept: list[Any] = []  # Of each chunk: its product, exponentials, or None.
         largest: list[tuple[Any, Any]] = []
         for index, chunk in enumerate(chunks):
             if sums and index <= recomputed:
                 # One after the other, or XLA keeps the logits of several.
                 after = lax.optimization_barrier((inputs, own, sums[-1]))
                 inputs, own, sums[-1] = after
-            product = chunk.product(inputs, half)
+            product = chunk.product(inputs, parts[index])
             logits = chunk.logits(product, others)
             if how.classes:
                 total, highest, first = one_pass.log_sums_and_largest(logits)
@@ -88,15 +110,22 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
                 total = one_pass.log_sums(logits)
             sums.append(total)
             own += chunk.own(logits, targets)
-            products.append(product if index >= recomputed else None)
+            if in_half:
+                so_far = jnp.logaddexp(so_far, total)
+                kept.append(_Exponentials.of(logits, so_far))
+                # Or XLA keeps the logits, and takes the exponentials later.
+                after = lax.optimization_barrier((inputs, own, sums, kept))
+                inputs, own, sums, kept = after
+            else:
+                kept.append(product if index >= recomputed else None)
         total = jax.nn.logsumexp(jnp.stack(sums), axis=0)
         losses = _weights(targets) * total - own
         losses = jnp.where(_is_none(targets, classes), 0, losses)
         results = losses, _class_of(largest) if largest else None
-        return results, (*operands, half, total, products)
+        return results, (*operands, parts, total, own, kept)
 
-    def backward(kept: Sequence, gradients: Any) -> Any:
-        inputs, kernel, others, targets, half, total, products = kept
+    def backward(residuals: Sequence, gradients: Any) -> Any:
+        inputs, kernel, others, targets, parts, total, own, kept = residuals
         gradient, _ = gradients
         weights = _weights(targets)[..., jnp.newaxis]
         gradient = jnp.where(_is_none(targets, classes), 0, gradient)[..., jnp.newaxis]
@@ -104,28 +133,32 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
         by_kernel, by_targets = [None] * len(chunks), [None] * len(chunks)
         by_others = [0.0] * len(others)
         for index in (*range(recomputed, len(chunks)), *range(recomputed)):
-            chunk, product = chunks[index], products[index]
+            chunk, product, part = chunks[index], kept[index], parts[index]
             # Again one after the other.
             after = lax.optimization_barrier((inputs, total, by_inputs))
             inputs, total, by_inputs = after
             if len(chunks) > 1:  # Or XLA makes all parts of the kernel at once.
-                half, by_inputs = lax.optimization_barrier((half, by_inputs))
-            if product is None:
-                product = chunk.product(inputs, half)
-            logits, pull = jax.vjp(chunk.logits, product, others)
-            logarithms = logits - total[..., jnp.newaxis]
-            slope = jnp.exp(logarithms) * weights
-            slope -= chunk.targets(targets, logits)
+                part, by_inputs = lax.optimization_barrier((part, by_inputs))
+            if in_half:
+                shape = (*inputs.shape[:-1], part.shape[-1])
+                _, pull = jax.vjp(chunk.logits, jnp.zeros(shape), others)
+                slope = chunk.slope(product, targets, total, own)
+            else:
+                if product is None:
+                    product = chunk.product(inputs, part)
+                logits, pull = jax.vjp(chunk.logits, product, others)
+                logarithms = logits - total[..., jnp.newaxis]
+                slope = jnp.exp(logarithms) * weights
+                slope -= chunk.targets(targets, logits)
+                by_targets[index] = -logarithms * gradient
             by_product, more = pull(slope * gradient)
-            by_targets[index] = -logarithms * gradient
             by_others = [
                 x if y.dtype == jax.dtypes.float0 else x + y
                 for x, y in zip(by_others, more, strict=True)
             ]
-            factor = half if how.gradient == how.dtype else kernel
+            factor = part if how.gradient == how.dtype else chunk.part(kernel)
             by_inputs += chunk.by_inputs(by_product, factor)
             by_kernel[index] = chunk.by_kernel(inputs, by_product)
-        by_all = jnp.concatenate(by_kernel, axis=1).astype(kernel.dtype)
         floating = [
             x if jnp.issubdtype(y.dtype, jnp.floating) else None
             for x, y in zip(by_others, others, strict=True)
@@ -133,10 +166,17 @@ def _losses(head: Product, number: int, *operands: Any) -> Any:
         wanted = None
         if _are_probabilities(targets):
             wanted = jnp.concatenate(by_targets, axis=-1).astype(targets.dtype)
+        by_all = _joined(by_kernel).astype(kernel.dtype)
         return by_inputs.astype(inputs.dtype), by_all, floating, wanted
 
     run.defvjp(forward, backward)
     return run(*operands)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The parts of a kernel, side by side."""
+    # Without the barrier XLA joins them in each kernel of the update.
+    return lax.optimization_barrier(jnp.concatenate(parts, axis=1))
 
 
 def _class_of(largest: Sequence[tuple[Any, Any]]) -> Any:
@@ -164,14 +204,35 @@ def _is_none(targets: Any, classes: int) -> Any:
     return (targets < 0) | (targets >= classes)
 
 
+class _Exponentials(NamedTuple):
+    """The exponentials of some logits, relative to the sum of all up to these.
+
+    Attributes:
+        values: (..., classes), float16, at most `_LARGEST`.
+        so_far: the logarithm of the sum: (...,).
+    """
+
+    values: Any
+    so_far: Any
+
+    @classmethod
+    def of(cls, logits: Any, so_far: Any) -> "_Exponentials":
+        values = jnp.exp(logits - so_far[..., jnp.newaxis]) * _LARGEST
+        return cls(values.astype("float16"), so_far)
+
+    def probabilities(self, total: Any) -> Any:
+        share = jnp.exp(self.so_far - total) / _LARGEST
+        return self.values.astype("float32") * share[..., jnp.newaxis]
+
+
 class _Chunk:
     """The classes from `start` to `stop` of a head."""
 
     def __init__(self, head: Product, start: int, stop: int) -> None:
         self._head, self.start, self._stop = head, start, stop
 
-    def product(self, inputs: Any, half: Any) -> Any:
-        return in_float32(multiply, inputs.astype(half.dtype), self._part(half))
+    def product(self, inputs: Any, part: Any) -> Any:
+        return in_float32(multiply, inputs.astype(part.dtype), part)
 
     def logits(self, product: Any, others: Sequence) -> Any:
         return self._head.follow(product, others, self.start, self._stop)
@@ -179,21 +240,27 @@ class _Chunk:
     def own(self, logits: Any, targets: Any) -> Any:
         """The logits of the targets that are among these classes, 0 for the others."""
         if _are_probabilities(targets):
-            return jnp.sum(self._part(targets) * logits, axis=-1)
+            return jnp.sum(self.part(targets) * logits, axis=-1)
         labels = targets - self.start
         is_here = one_pass.is_class(labels, logits)
         return jnp.where(is_here, one_pass.own(logits, labels), 0)
 
+    def slope(self, kept: _Exponentials, labels: Any, total: Any, own: Any) -> Any:
+        """The derivatives of the losses by these logits, exact for the labels' own."""
+        probabilities = kept.probabilities(total)
+        is_label = self.targets(labels, probabilities)
+        at_label = jnp.expm1(own - total)[..., jnp.newaxis]
+        return jnp.where(is_label, at_label, probabilities)
+
     def targets(self, targets: Any, logits: Any) -> Any:
         """The probabilities of these classes."""
         if _are_probabilities(targets):
-            return self._part(targets)
+            return self.part(targets)
         return one_pass.is_label(targets - self.start, logits)
 
-    def by_inputs(self, by_product: Any, kernel: Any) -> Any:
+    def by_inputs(self, by_product: Any, part: Any) -> Any:
         dtype = self._head.operands.gradient
-        part = self._part(kernel).astype(dtype)
-        return in_float32(multiply, by_product.astype(dtype), part.T)
+        return in_float32(multiply, by_product.astype(dtype), part.astype(dtype).T)
 
     def by_kernel(self, inputs: Any, by_product: Any) -> Any:
         operands = self._head.operands
@@ -206,7 +273,7 @@ class _Chunk:
         pair = inputs.astype(operands.gradient), by_product.astype(operands.gradient)
         if operands.tied:
             return in_float32(run, *pair)
-        return run(*pair, operands.gradient).astype("float32")
+        return run(*pair, operands.gradient)
 
-    def _part(self, x: Any) -> Any:
+    def part(self, x: Any) -> Any:
         return lax.slice_in_dim(x, self.start, self._stop, axis=x.ndim - 1)

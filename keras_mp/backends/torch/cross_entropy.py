@@ -28,9 +28,7 @@ def repairs() -> dict[str, Wrapper]:
     return {"sparse_categorical_crossentropy": _loss}
 
 
-def number_of_chunks(
-    size: int, width: int = 0, logits: str = "in chunks", classes: bool = False
-) -> int:
+def number_of_chunks(size: int, logits: str = "in chunks") -> int:
     """The number of chunks for logits of `size` bytes; 0 if they are small."""
     number = math.ceil(size / _CHUNK)
     return number if number > 1 else 0

@@ -7,7 +7,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.products import number_recomputed
+from keras_mp.backends.products import keeps_half, number_recomputed
 from keras_mp.display.tables import in_bytes
 from keras_mp.policies import heads
 from keras_mp.policies.layers import layer_path
@@ -48,12 +48,14 @@ def _sentence(layer: Any, size: int, width: int) -> str:
         width: the width of its inputs.
     """
     mode, classes = heads.reading_of_logits(layer)
-    number = engine.number_of_chunks(size, width, mode, classes)
+    number = engine.number_of_chunks(size, mode)
     if engine.keeps_logits:
         mode = "kept"
     elif not number:
         mode = "whole"
-        number = engine.number_of_chunks(size, width, "in chunks", classes=False)
+        number = engine.number_of_chunks(size, "in chunks")
+    elif keeps_half(width, mode, classes):
+        mode = "in half precision"
     elif number_recomputed(number, mode, classes) not in (0, number):
         mode = "half recomputed"
     if not number:
@@ -64,6 +66,8 @@ def _sentence(layer: Any, size: int, width: int) -> str:
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
         "half recomputed": f"head and loss {chunks}; for the metrics half of the "
         f"logits ({size_of}) are computed again in the backward pass",
+        "in half precision": f"head and loss {chunks}; for the metrics the logits "
+        f"({size_of}) are kept in half precision, or in part computed again",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
         "kept": f"head and loss are differentiated {chunks}{engine.half_products}: "
