@@ -579,6 +579,7 @@ def test_too_large_a_batch_is_halved_until_it_fits(monkeypatch):
         return {"batch": batch}
 
     monkeypatch.setattr(train, "_speed_at", speed_at)
+    monkeypatch.setattr(train, "forget", lambda backend: None)
     record = next(train.measure("cpu", "mlp", "jax", "float32", "speed", 64))
     assert record == {"batch": 16} and tried == [64, 32, 16]
 
@@ -596,6 +597,7 @@ def test_the_largest_batch_that_fits_is_searched_for(monkeypatch, capacity):
             if self.batch > capacity:
                 raise RuntimeError("CUDA out of memory")
 
+    monkeypatch.setattr(train, "forget", lambda backend: None)
     monkeypatch.setattr(train.engine, "measure_memory", lambda: lambda: 1000 + 10 * 16)
     monkeypatch.setattr(train, "device_memory", lambda backend: 1000 + 10 * capacity)
     monkeypatch.setattr(

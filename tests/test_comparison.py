@@ -173,6 +173,7 @@ def test_a_model_without_an_input_starts_from_the_same_weights():
     assert all(math.isfinite(t.metrics["loss"]) for t in found.trainings)
 
 
+@pytest.mark.trains_many
 def test_each_training_has_callbacks_of_its_own():
     made = []
 
@@ -304,6 +305,7 @@ def test_a_training_that_diverges_is_a_result():
     found.plot()
 
 
+@pytest.mark.trains_many
 def test_a_loss_that_ends_as_nan_has_diverged():
     def spoil(x, dtype, training):
         return x / (x - x) if dtype == "bfloat16" else x
@@ -330,6 +332,7 @@ def test_skipped_steps_are_counted():
     assert f"mixed_float16 skipped {half.skipped_steps} steps." in found.sentences
 
 
+@pytest.mark.trains_many
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_build_that_ignores_the_policy_is_reported(whole):
     def build():
@@ -345,6 +348,7 @@ def test_a_build_that_ignores_the_policy_is_reported(whole):
     )
 
 
+@pytest.mark.trains_many
 def test_policies_of_one_name_are_distinguished():
     def build():
         return model_of(layers.Dense(4, name="other"), layers.Dense(4, name="hidden"))

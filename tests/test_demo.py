@@ -15,6 +15,8 @@ from keras_mp.display.plots import plot_training
 from keras_mp_cli import demo as demo_module
 from keras_mp_cli.demo import POLICIES, demo
 
+pytestmark = pytest.mark.trains_many
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -134,10 +134,12 @@ def compiled(build, fault, policy="mixed_float16"):
     return model
 
 
-every_way = pytest.mark.parametrize("build", PATHS)
+on_torch = pytest.mark.trains_many
+OTHERS = [pytest.param(build, marks=on_torch) for build in (nested, Subclassed)]
+every_way = pytest.mark.parametrize("build", [flat, *OTHERS])
 
 
-@every_way
+@pytest.mark.parametrize("build", PATHS)
 def test_an_output_past_65504_is_found(build):
     report = keras_mp.diagnose(compiled(build, Loud), X, Y)
     path = fault_of(report)

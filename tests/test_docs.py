@@ -17,7 +17,15 @@ import keras_mp
 from keras_mp.policies.weights import LARGE
 
 DOCS = documents.REPOSITORY / "docs"
-WITH_CODE = [path for path in documents.PAGES if documents.blocks(path)]
+# A page with code for one backend runs on each, any other on the quickest.
+WITH_CODE = [
+    pytest.param(
+        path,
+        marks=[] if any(b["backend"] for b in blocks) else [pytest.mark.trains_many],
+    )
+    for path in documents.PAGES
+    if (blocks := documents.blocks(path))
+]
 THEMES = pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 WIDTHS = pytest.mark.parametrize("width", [windows.WIDE, windows.NARROW])
 

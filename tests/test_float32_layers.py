@@ -88,6 +88,7 @@ def test_few_of_many_are_found_by_few_questions(needed):
 # What is found ------------------------------------------------------------------------
 
 
+@pytest.mark.trains_many
 @pytest.mark.parametrize("fault", [Loud, Muted, Squared, Normalized])
 def test_a_planted_fault_is_found_and_it_alone(fault):
     found = find(planted(fault), (X, Y), verbose=0)
@@ -181,6 +182,7 @@ def test_and_as_if_its_loss_was_scaled():
     assert find(healthy, (X, Y), verbose=0).scale == 2.0**15
 
 
+@pytest.mark.trains_many
 def test_bfloat16_has_a_fault_of_its_own_and_no_scale():
     # 1000 ones added one after another: bfloat16 counts to 256.
     class Count(Fault):
@@ -196,6 +198,7 @@ def test_bfloat16_has_a_fault_of_its_own_and_no_scale():
     assert "MixedBFloat16" in str(found)
 
 
+@pytest.mark.trains_many
 def test_a_healthy_model_needs_none():
     model = mixed(
         layers.Dense(16, activation="gelu"),
@@ -213,6 +216,7 @@ def test_a_healthy_model_needs_none():
         assert "layer in float32" not in shown and "<table" not in shown
 
 
+@pytest.mark.trains_many
 def test_a_gradient_that_is_rounding_errors_alone_is_nobodys_fault():
     model = mixed(layers.Dense(8, name="a"), layers.BatchNormalization(), Residual())
     found = find(model, (X, Y), verbose=0)

@@ -119,6 +119,7 @@ def line_of(done):
     return line.removeprefix("keras-mp: error: ")
 
 
+@pytest.mark.trains_many
 @pytest.mark.parametrize(
     ("packages", "backend", "sentence"),
     [
