@@ -56,18 +56,16 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import fitting
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
-from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
-from keras_mp.loss_scaling import retaking, stage, unscaled
+from keras_mp.loss_scaling import stage, unscaled
 from keras_mp.loss_scaling.models import (
     losses_in_float32,
-    watched_for_underflow,
     wrap_optimizers,
 )
-from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies import (
     exporting,
     heads,
@@ -384,86 +382,18 @@ def _compile_from_config(original: Callable) -> Callable:
 
 def _make_train_function(original: Callable) -> Callable:
     def make_train_function(self: Any, force: bool = False) -> Any:
-        # Layers that a subclassed model builds at its first call are known only now.
-        wrap_optimizers(self)
-        warn_of_torchs_own(self)
-        private.record_shardings(self)
-        next_calls.pop(self, None)  # Left by a `fit` that an exception has ended.
-        scaling = loss_scaling_of(self.optimizer)
-        if scaling is not None:
-            scaling.counts = None  # Others may have taken steps since.
-        before = self.train_function
-        wrap = functools.partial(_train_step, self)
-        engine.make_train_function(self, original, force, wrap)
-        if self.train_function is not before:
-            _watch_skips(self)
+        fitting.make_train_function(self, original, force)
 
     return make_train_function
-
-
-def _train_step(model: Any, original: Callable) -> Callable:
-    # A `train_step` of the user's may call the model with anything.
-    keras_own = (
-        getattr(original, "__func__", None)
-        is vars(_definer("train_step"))["train_step"]
-    )
-
-    built = examined = False
-
-    @functools.wraps(original)
-    def train_step(*args: Any) -> Any:
-        nonlocal built, examined
-        # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
-        # built, nobody looks again.
-        built = built or all(layer.built for layer in private.layers_in(model))
-        if not built and keras_own:
-            engine.build(model, *args)
-            wrap_optimizers(model)
-        step = original
-        scaling = loss_scaling_of(model.optimizer)
-        if scaling is not None:
-            scaling.underflow.watch(watched_for_underflow(model))
-            step = engine.undo_skipped(model, scaling, original)
-        if built or keras_own:
-            with stage.train_step() as updates:
-                result = step(*args)
-        else:
-            with unscaled.postponed():
-                with stage.train_step() as updates:
-                    result = step(*args)
-                # What the step has built is known now, and TensorFlow traces it again.
-                wrap_optimizers(model)
-        if scaling is not None:
-            one_update = updates == [model.optimizer]
-            scaling.one_update = one_update and not engine.calls_python()
-        examined = examined or warn_of_unreached(model)
-        return result
-
-    return train_step
 
 
 def _get_metrics_result(original: Callable) -> Callable:
     def get_metrics_result(self: Any) -> Any:
         results = original(self)
         in_a_step = engine.is_tracing() or stage.in_train_step()
-        return results if in_a_step else _measured(self, results)
+        return results if in_a_step else fitting.measured(self, results)
 
     return get_metrics_result
-
-
-def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
-    """The results of the metrics; none if all steps since their reset were skipped.
-
-    They would be 0, the best loss that a ModelCheckpoint ever sees. Without results
-    Keras takes the logs of the last step, which are about that step.
-    """
-    optimizer: Any = getattr(model, "optimizer", None)
-    only_skips = (
-        loss_scaling_of(optimizer) is not None
-        and not optimizer.last_step_finite
-        and not any_measured(model.metrics_variables)
-    )
-    return {} if only_skips else results
 
 
 def _export(original: Callable) -> Callable:
@@ -528,52 +458,3 @@ def _orthogonal(original: Callable) -> Callable:
         return ops.cast(original(self, shape, "float32"), dtype)
 
     return __call__
-
-
-def _watch_skips(model: Any) -> None:
-    """Makes `fit` warn of a run that only skips, stop it, or repeat a step.
-
-    Looks only every few steps, because a look waits for the device, and before a step:
-    after one, JAX has donated the state that `fit` goes back to.
-    """
-    train_function = model.train_function
-    retaking_it = functools.partial(retaking.call, model, train_function)
-    calls = 0
-
-    @functools.wraps(train_function)
-    def watched(*args: Any) -> Any:
-        nonlocal calls
-        # Read anew: the first step may have wrapped it.
-        scaling = loss_scaling_of(model.optimizer)
-        if scaling is not None:
-            if calls >= scaling.skips.interval:
-                calls = 0  # After an error as well: `fit` may go on with better data.
-                model.optimizer.raise_if_diverged(engine.optimizer_values(args))
-            calls += 1
-        retakes = scaling is None or scaling.retakes
-        step = retaking_it if retakes else train_function
-        reference = next_calls.pop(model, None) if next_calls else None
-        made_by = reference and reference()
-        return made_by(step, args) if made_by else step(*args)
-
-    model.train_function = watched
-
-
-@contextlib.contextmanager
-def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -> Any:
-    """Calls layers by `make(operation, call, args, kwargs)` for a while.
-
-    The operations of a graph as well. A layer's own call ends in `Operation.__call__`,
-    after the casts of its inputs.
-    """
-    original = vars(keras.Operation)["__call__"]
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return make(self, functools.partial(original, self), args, kwargs)
-
-    keras.Operation.__call__ = __call__
-    try:
-        yield
-    finally:
-        keras.Operation.__call__ = original

@@ -30,7 +30,7 @@ ROOMS = [
     ["config"],
     ["rounding"],
     ["loss_scaling"],
-    ["conversion", "sharding"],
+    ["conversion", "fitting", "sharding"],
     ["seams"],
     ["diagnostics"],
     ["callbacks"],

@@ -11,8 +11,8 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends.differentiation import Gradients, See, differentiate
+from keras_mp.diagnostics.calls import calls_made_by
 from keras_mp.policies.layers import takes_training
-from keras_mp.seams import calls_made_by
 
 _TRAINING = {"training": True}
 

@@ -16,13 +16,13 @@ import numpy as np
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.measures import Constant
+from keras_mp.diagnostics.calls import calls_made_by
 from keras_mp.diagnostics.temporary_policies import in_float32
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.policies.layers import called_with, is_graph, layer_path
 from keras_mp.policies.record import Precision
 from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import temporary_policies
-from keras_mp.seams import calls_made_by
 
 # A size that a model leaves open, except that of the batch.
 _OPEN = 64

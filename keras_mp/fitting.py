@@ -1,0 +1,120 @@
+"""What `fit` does around a step: it watches, undoes, repeats and stops.
+
+The train step is wrapped where it is traced, the train function where it is called.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+import keras_mp.keras_private as private
+from keras_mp.backends import engine
+from keras_mp.backends.train_step import any_measured, next_calls
+from keras_mp.loss_scaling import retaking, stage, unscaled
+from keras_mp.loss_scaling.models import watched_for_underflow, wrap_optimizers
+from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.policies.reach import warn_of_unreached
+from keras_mp.sharding import warn_of_torchs_own
+
+
+def make_train_function(model: Any, original: Callable, force: bool) -> None:
+    """Makes the train function by Keras' `original`, with what is ours around it."""
+    # Layers that a subclassed model builds at its first call are known only now.
+    wrap_optimizers(model)
+    warn_of_torchs_own(model)
+    private.record_shardings(model)
+    next_calls.pop(model, None)  # Left by a `fit` that an exception has ended.
+    scaling = loss_scaling_of(model.optimizer)
+    if scaling is not None:
+        scaling.counts = None  # Others may have taken steps since.
+    before = model.train_function
+    wrap = functools.partial(_train_step, model)
+    engine.make_train_function(model, original, force, wrap)
+    if model.train_function is not before:
+        _watch_skips(model)
+
+
+def _train_step(model: Any, original: Callable) -> Callable:
+    # A `train_step` of the user's may call the model with anything.
+    function = getattr(original, "__func__", None)
+    keras_own = function is inspect.getattr_static(keras.Model, "train_step")
+
+    built = examined = False
+
+    @functools.wraps(original)
+    def train_step(*args: Any) -> Any:
+        nonlocal built, examined
+        # Only on TensorFlow: elsewhere Keras has built the model by now. Once it is
+        # built, nobody looks again.
+        built = built or all(layer.built for layer in private.layers_in(model))
+        if not built and keras_own:
+            engine.build(model, *args)
+            wrap_optimizers(model)
+        step = original
+        scaling = loss_scaling_of(model.optimizer)
+        if scaling is not None:
+            scaling.underflow.watch(watched_for_underflow(model))
+            step = engine.undo_skipped(model, scaling, original)
+        if built or keras_own:
+            with stage.train_step() as updates:
+                result = step(*args)
+        else:
+            with unscaled.postponed():
+                with stage.train_step() as updates:
+                    result = step(*args)
+                # What the step has built is known now, and TensorFlow traces it again.
+                wrap_optimizers(model)
+        if scaling is not None:
+            one_update = updates == [model.optimizer]
+            scaling.one_update = one_update and not engine.calls_python()
+        examined = examined or warn_of_unreached(model)
+        return result
+
+    return train_step
+
+
+def _watch_skips(model: Any) -> None:
+    """Makes `fit` warn of a run that only skips, stop it, or repeat a step.
+
+    Looks only every few steps, because a look waits for the device, and before a step:
+    after one, JAX has donated the state that `fit` goes back to.
+    """
+    train_function = model.train_function
+    retaking_it = functools.partial(retaking.call, model, train_function)
+    calls = 0
+
+    @functools.wraps(train_function)
+    def watched(*args: Any) -> Any:
+        nonlocal calls
+        # Read anew: the first step may have wrapped it.
+        scaling = loss_scaling_of(model.optimizer)
+        if scaling is not None:
+            if calls >= scaling.skips.interval:
+                calls = 0  # After an error as well: `fit` may go on with better data.
+                model.optimizer.raise_if_diverged(engine.optimizer_values(args))
+            calls += 1
+        retakes = scaling is None or scaling.retakes
+        step = retaking_it if retakes else train_function
+        reference = next_calls.pop(model, None) if next_calls else None
+        made_by = reference and reference()
+        return made_by(step, args) if made_by else step(*args)
+
+    model.train_function = watched
+
+
+def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
+    """The results of the metrics; none if all steps since their reset were skipped.
+
+    They would be 0, the best loss that a ModelCheckpoint ever sees. Without results
+    Keras takes the logs of the last step, which are about that step.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    only_skips = (
+        loss_scaling_of(optimizer) is not None
+        and not optimizer.last_step_finite
+        and not any_measured(model.metrics_variables)
+    )
+    return {} if only_skips else results
