@@ -4,7 +4,7 @@ When an upgrade of Keras breaks one, the failure is the sentence in the test's
 docstring, and `grep` for its nouns finds the seam that stands on it.
 
 Only Keras is imported here. The facts hold whether or not some other test has
-imported keras_mp, which wraps three Keras methods: where a test looks at one of
+imported keras_mp, which wraps methods of Keras: where a test looks at one of
 those it unwraps it first, with `keras_own`.
 """
 
