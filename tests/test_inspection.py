@@ -107,7 +107,7 @@ def test_how_the_loss_reads_large_logits_is_said(
     if BACKEND == "jax":
         assert sentence in " ".join(str(found).split())
         monkeypatch.setattr(keras_mp.backends.products, "NARROW", 16)
-        in_half = "the logits (1.1 GB) are kept in half precision, or in part"
+        in_half = "the logits (1.1 GB) are kept in half precision, or as a whole"
         wide = " ".join(str(keras_mp.inspect(model)).split())
         assert (in_half in wide) == (metrics == ["accuracy"] and not recompute)
     else:

@@ -91,7 +91,7 @@ def number_recomputed(number: int, logits: str, classes: bool) -> int:
 
 
 def keeps_half(width: int, logits: str, classes: bool) -> bool:
-    """Are logits kept in half precision where the gradient needs no more of them?
+    """Are logits kept in half precision, or as a whole if the gradient needs more?
 
     Args:
         width: of the inputs of the head.

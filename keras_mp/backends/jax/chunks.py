@@ -32,8 +32,10 @@ from keras_mp.backends.products import (
 _LARGEST = 2.0**14
 
 
-def number_for(head: Product) -> int:
+def number_for(head: Product, targets: Any) -> int:
     """The number of chunks; 0 if the loss reads all logits at once."""
+    if _wants_half(head) and not _keeps_half(head, targets):
+        return 0
     shape = *head.inputs.shape[:-1], head.kernel.shape[-1]
     distribution: Any = keras.distribution.distribution()
     devices = math.prod(distribution.device_mesh.shape) if distribution else 1
@@ -66,11 +68,13 @@ def _keeps_half(head: Product, targets: Any) -> bool:
     That is all that the gradient needs if nothing but a sum follows the product. The
     gradient's products round to half precision, too.
     """
+    possible = head.operands.gradient in HALF and head.adds_only
+    return _wants_half(head) and possible and not _are_probabilities(targets)
+
+
+def _wants_half(head: Product) -> bool:
     how = head.operands
-    possible = how.gradient in HALF and head.adds_only
-    labels = not _are_probabilities(targets)
-    wanted = keeps_half(head.kernel.shape[0], how.logits, how.classes)
-    return wanted and possible and labels
+    return keeps_half(head.kernel.shape[0], how.logits, how.classes)
 
 
 def _losses(head: Product, number: int, in_half: bool, *operands: Any) -> Any:

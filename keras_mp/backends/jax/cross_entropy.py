@@ -101,7 +101,7 @@ def _in_chunks(x: Any, targets: Any, output: Any) -> Any | None:
     # Metrics read what the model returns, not what the loss makes of it.
     if fact.operands.classes and not fact.returned:
         return None
-    number = chunks.number_for(fact)
+    number = chunks.number_for(fact, targets)
     if not number:
         return None
     losses, classes = chunks.losses(fact, targets, number)

@@ -67,7 +67,7 @@ def _sentence(layer: Any, size: int, width: int) -> str:
         "half recomputed": f"head and loss {chunks}; for the metrics half of the "
         f"logits ({size_of}) are computed again in the backward pass",
         "in half precision": f"head and loss {chunks}; for the metrics the logits "
-        f"({size_of}) are kept in half precision, or in part computed again",
+        f"({size_of}) are kept in half precision, or as a whole if the head caps them",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
         "kept": f"head and loss are differentiated {chunks}{engine.half_products}: "
