@@ -62,7 +62,7 @@ def _draw(found: dict[tuple[str, str], list[float | None]], colour: str) -> Figu
                 color="#000000" if inside else colour,
                 fontsize=9.5,
             )
-            number = f"{share:.2f}"
+            number = f"{share:.2f}" if share else "nan"
             axes.text(1.08, y, number, va="center", ha="right", fontsize=9.5)
     axes.axvline(1, color=colour, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(_ROWS)), [title for _, title, _, _ in _ROWS])
@@ -79,6 +79,8 @@ def _share(
 ) -> tuple[float, int]:
     """The mean result over float32's, the larger the better; and how many are lost."""
     finite = [v for v in values if v is not None]
+    if not finite:
+        return 0.0, len(values)
     ratio = statistics.fmean(finite) / statistics.fmean(
         v for v in base if v is not None
     )
