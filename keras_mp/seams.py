@@ -62,10 +62,7 @@ from keras_mp.backends.interface import HALF
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.loss_scaling import stage, unscaled
-from keras_mp.loss_scaling.models import (
-    losses_in_float32,
-    wrap_optimizers,
-)
+from keras_mp.loss_scaling.models import losses_in_float32, wrap_optimizers
 from keras_mp.policies import (
     exporting,
     heads,

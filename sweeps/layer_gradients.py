@@ -98,6 +98,12 @@ def _with_floats(args: list, floats: list[bool], values: list) -> list:
     return tree.pack_sequence_as(args, flat)
 
 
+def _floats_of(args: list, floats: list[bool]) -> list:
+    """The floating-point arrays among the arguments."""
+    pairs = zip(tree.flatten(args), floats, strict=True)
+    return [x for x, is_float in pairs if is_float]
+
+
 def _loss(outputs: list) -> Any:
     total = keras.ops.zeros((), "float32")
     for i, x in enumerate(outputs):
@@ -151,11 +157,7 @@ def _jax_program(
 ) -> tuple[Callable, tuple[list, list, list]]:
     import jax
 
-    inputs = [
-        jax.numpy.asarray(x)
-        for x, is_float in zip(tree.flatten(args), floats, strict=True)
-        if is_float
-    ]
+    inputs = [jax.numpy.asarray(x) for x in _floats_of(args, floats)]
     weights = [v.value for v in layer.trainable_variables]
     others = [v.value for v in layer.non_trainable_variables]
 
@@ -183,10 +185,7 @@ def _tensorflow(
 ) -> tuple[list, list, list]:
     import tensorflow as tf
 
-    flat = tree.flatten(args)
-    inputs = [
-        tf.constant(x) for x, is_float in zip(flat, floats, strict=True) if is_float
-    ]
+    inputs = [tf.constant(x) for x in _floats_of(args, floats)]
     weights = [v.value for v in layer.trainable_variables]
 
     def forward(inputs: list) -> tuple[list, list, list]:
@@ -220,12 +219,7 @@ def _torch(
 ) -> tuple[list, list, list]:
     import torch
 
-    flat = tree.flatten(args)
-    inputs = [
-        torch.tensor(x, requires_grad=gradient)
-        for x, is_float in zip(flat, floats, strict=True)
-        if is_float
-    ]
+    inputs = [torch.tensor(x, requires_grad=gradient) for x in _floats_of(args, floats)]
     weights = [v.value for v in layer.trainable_variables]
     none = [None] * len(inputs), [None] * len(weights)
     if not gradient:

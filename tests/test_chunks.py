@@ -155,6 +155,26 @@ def test_a_wide_head_keeps_logits_in_half_precision(step, expected, wide):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("changed", "targets", "number"),
+    [
+        ({}, "labels", 4),
+        ({}, "probabilities", 0),
+        ({"adds_only": False}, "labels", 0),
+        ({"operands": HalfOperands("float16", "float32", classes=True)}, "labels", 0),
+    ],
+    ids=["exponentials", "probabilities", "cap", "not scaled"],
+)
+def test_a_wide_head_whose_gradient_needs_more_is_read_as_a_whole(
+    changed, targets, number, every_head_is_large, monkeypatch
+):
+    monkeypatch.setattr(products, "NARROW", 0)
+    scaled = HalfOperands("float16", "float16", classes=True)
+    head = Product(INPUTS, KERNEL, scaled)._replace(**changed)
+    head = head._replace(operands=head.operands._replace(logits="in chunks"))
+    assert chunks.number_for(head, jnp.asarray(TARGETS[targets])) == number
+
+
 def test_the_gradient_of_a_label_that_is_almost_certain_is_not_rounded_away(wide):
     kernel = np.zeros((WIDTH, CLASSES), "float32")
     kernel[0, 7] = 12.0  # Its logit; all others are 0.

@@ -62,7 +62,7 @@ def _draw(found: dict[tuple[str, str], list[float | None]], colour: str) -> Figu
                 color="#000000" if inside else colour,
                 fontsize=9.5,
             )
-            number = f"{share:.2f}" if share else "nan"
+            number = "nan" if lost == len(found[case, way]) else f"{share:.2f}"
             axes.text(1.08, y, number, va="center", ha="right", fontsize=9.5)
     axes.axvline(1, color=colour, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(_ROWS)), [title for _, title, _, _ in _ROWS])

@@ -91,7 +91,9 @@ def number_recomputed(number: int, logits: str, classes: bool) -> int:
 
 
 def keeps_half(width: int, logits: str, classes: bool) -> bool:
-    """Are logits kept in half precision, or as a whole if the gradient needs more?
+    """Are logits kept in half precision between the passes?
+
+    If the gradient needs more of them, the loss reads them as a whole.
 
     Args:
         width: of the inputs of the head.

@@ -27,14 +27,14 @@ from keras_mp.backends.products import (
     size_of_chunk,
 )
 
-# Exponentials of at most 1 are kept times this in float16. What is less than 2**-38 of
-# the largest is then 0, and all above 2**-28 are rounded to 11 bits.
+# Exponentials are at most 1, and kept in float16 times this: those below 2**-38 are
+# then 0, and those above 2**-28 have 11 bits.
 _LARGEST = 2.0**14
 
 
 def number_for(head: Product, targets: Any) -> int:
     """The number of chunks; 0 if the loss reads all logits at once."""
-    if _wants_half(head) and not _keeps_half(head, targets):
+    if _is_wide(head) and not _exponentials_suffice(head, targets):
         return 0
     shape = *head.inputs.shape[:-1], head.kernel.shape[-1]
     distribution: Any = keras.distribution.distribution()
@@ -53,7 +53,8 @@ def losses(head: Product, targets: Any, number: int) -> Any:
         number: the number of chunks.
     """
     operands = head.inputs, head.kernel, list(head.others), targets
-    in_chunks = functools.partial(_losses, head, number, _keeps_half(head, targets))
+    in_half = _is_wide(head) and _exponentials_suffice(head, targets)
+    in_chunks = functools.partial(_losses, head, number, in_half)
     if head.operands.logits == "recomputed":
         return in_chunks(*operands)
     # On TPUs XLA computes the gradient of the logits within the products that read it,
@@ -62,19 +63,19 @@ def losses(head: Product, targets: Any, number: int) -> Any:
     return lax.platform_dependent(*operands, tpu=as_a_whole, default=in_chunks)
 
 
-def _keeps_half(head: Product, targets: Any) -> bool:
-    """Is a logit between the passes no more than its exponential in half precision?
-
-    That is all that the gradient needs if nothing but a sum follows the product. The
-    gradient's products round to half precision, too.
-    """
-    possible = head.operands.gradient in HALF and head.adds_only
-    return _wants_half(head) and possible and not _are_probabilities(targets)
-
-
-def _wants_half(head: Product) -> bool:
+def _is_wide(head: Product) -> bool:
     how = head.operands
     return keeps_half(head.kernel.shape[0], how.logits, how.classes)
+
+
+def _exponentials_suffice(head: Product, targets: Any) -> bool:
+    """Is the gradient made of exponentials in float16 as good?
+
+    Its own products must round to half precision as well. What caps a product, and
+    targets that are probabilities, need the logits themselves.
+    """
+    rounds = head.operands.gradient in HALF
+    return rounds and head.adds_only and not _are_probabilities(targets)
 
 
 def _losses(head: Product, number: int, in_half: bool, *operands: Any) -> Any:
@@ -137,7 +138,7 @@ def _losses(head: Product, number: int, in_half: bool, *operands: Any) -> Any:
         by_kernel, by_targets = [None] * len(chunks), [None] * len(chunks)
         by_others = [0.0] * len(others)
         for index in (*range(recomputed, len(chunks)), *range(recomputed)):
-            chunk, product, part = chunks[index], kept[index], parts[index]
+            chunk, held, part = chunks[index], kept[index], parts[index]
             # Again one after the other.
             after = lax.optimization_barrier((inputs, total, by_inputs))
             inputs, total, by_inputs = after
@@ -146,10 +147,9 @@ def _losses(head: Product, number: int, in_half: bool, *operands: Any) -> Any:
             if in_half:
                 shape = (*inputs.shape[:-1], part.shape[-1])
                 _, pull = jax.vjp(chunk.logits, jnp.zeros(shape), others)
-                slope = chunk.slope(product, targets, total, own)
+                slope = chunk.slope(held, targets, total, own)
             else:
-                if product is None:
-                    product = chunk.product(inputs, part)
+                product = chunk.product(inputs, part) if held is None else held
                 logits, pull = jax.vjp(chunk.logits, product, others)
                 logarithms = logits - total[..., jnp.newaxis]
                 slope = jnp.exp(logarithms) * weights
@@ -209,7 +209,7 @@ def _is_none(targets: Any, classes: int) -> Any:
 
 
 class _Exponentials(NamedTuple):
-    """The exponentials of some logits, relative to the sum of all up to these.
+    """The exponentials of a chunk's logits, over the sum of all up to this chunk.
 
     Attributes:
         values: (..., classes), float16, at most `_LARGEST`.
