@@ -1,4 +1,4 @@
-"""What the suite `train` measures: four networks, large and small."""
+"""What the suite `train` measures: four networks, large and small, and KerasHub's."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,8 @@ import keras
 import numpy as np
 
 from benchmarks import models
+from benchmarks.compiled.cases import CASES as COMPILED
+from benchmarks.compiled.cases import LENGTH
 
 
 class TrainCase(NamedTuple):
@@ -16,12 +18,14 @@ class TrainCase(NamedTuple):
     Attributes:
         name: for `--case`.
         title: for the tables, on a GPU.
-        small_title: the same on CPUs.
-        make: sizes -> (model, operations of the forward pass for one example).
+        small_title: the same on CPUs; empty for a case of GPUs alone.
+        make: sizes -> (model, operations of the forward pass for one example, or None
+            where nobody has counted them).
         data: (batch, sizes) -> (x, y), NumPy arrays.
         loss: () -> the loss for `compile`.
         sizes, batch: on a GPU.
         small_sizes, small_batch: on CPUs.
+        backends: those that it is measured on.
         channels_first_on_torch: whether torch gets the layout that suits its
             convolutions.
     """
@@ -29,13 +33,14 @@ class TrainCase(NamedTuple):
     name: str
     title: str
     small_title: str
-    make: Callable[..., tuple[Any, float]]
-    data: Callable[..., tuple[np.ndarray, np.ndarray]]
+    make: Callable[..., tuple[Any, float | None]]
+    data: Callable[..., tuple[Any, np.ndarray]]
     loss: Callable[[], Any]
     sizes: dict[str, int]
     batch: int
     small_sizes: dict[str, int]
     small_batch: int
+    backends: tuple[str, ...] = ("jax", "torch")
     channels_first_on_torch: bool = False
 
 
@@ -120,6 +125,29 @@ def _images(
     return x, _random().integers(0, classes, batch, dtype="int32")
 
 
+def _language_model(name: str, vocabulary: int) -> TrainCase:
+    """One of KerasHub's, as the suite `compiled` has it, with words drawn at random."""
+    compiled = COMPILED[name]
+
+    def data(batch: int, vocabulary: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        ids, target = _ids(batch, vocabulary, LENGTH)
+        return {"token_ids": ids, "padding_mask": np.ones(ids.shape, "bool")}, target
+
+    return TrainCase(
+        name.lower(),
+        f"KerasHub's {name}",
+        "",
+        lambda vocabulary: (compiled.build(), None),
+        data,
+        _cross_entropy,
+        {"vocabulary": vocabulary},
+        compiled.batch,
+        {},
+        0,
+        backends=("jax",),
+    )
+
+
 TRAIN_CASES = (
     TrainCase(
         "mlp", "MLP, 8 layers of 4096", "MLP, 4 layers of 512",
@@ -147,4 +175,7 @@ TRAIN_CASES = (
         dict(side=32, classes=10, filters=16), 16,
         channels_first_on_torch=True,
     ),
+    _language_model("GPT-2", 50257),
+    _language_model("Llama", 32000),
+    _language_model("Gemma", 256000),
 )  # fmt: skip

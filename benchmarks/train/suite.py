@@ -92,8 +92,8 @@ class _Setting:
         self.case, self.backend, self.precision = case, backend, precision
         self.sizes = case.sizes if on == "gpu" else case.small_sizes
 
-    def trainer(self, batch: int) -> tuple[Any, float]:
-        """A trainer, and the operations of the forward pass for one example.
+    def trainer(self, batch: int) -> tuple[Any, float | None]:
+        """A trainer, and the operations of the forward pass for one example, if known.
 
         For plain Keras it removes the seams, and leaves them out.
         """
@@ -157,7 +157,7 @@ def _speed_at(
         progress(0.7 + 0.3 * number / STRETCHES)
     where = origin()
     # Forward once, backward twice.
-    rate = 3 * operations * batch / statistics.median(times)
+    rate = operations and 3 * operations * batch / statistics.median(times)
     most = peak(where["device"], setting.precision)
     return {
         **where,
@@ -168,7 +168,7 @@ def _speed_at(
         "peak_bytes": read_memory(),
         "resident_bytes": trainer.resident_bytes,
         "operations_per_second": rate,
-        "share_of_peak": None if most is None else rate / most,
+        "share_of_peak": None if most is None or rate is None else rate / most,
         "skipped_steps": trainer.skipped_steps,
     }
 
@@ -260,7 +260,7 @@ SUITE = Suite(
         for case in TRAIN_CASES
         for precision in PRECISIONS
         for backend in ("jax", "torch")
-        if is_measured(ON, backend, precision)
+        if is_measured(case, ON, backend, precision)
     ],
     measure,
     tables,

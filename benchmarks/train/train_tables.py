@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
-from benchmarks.train.cases import TRAIN_CASES
+from benchmarks.train.cases import TRAIN_CASES, TrainCase
 from keras_mp.display.tables import Table, in_bytes
 
 FLOAT32 = "float32", "tf32"
@@ -43,9 +43,11 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
     ]
 
 
-def is_measured(on: str, backend: str, precision: str) -> bool:
+def is_measured(case: TrainCase, on: str, backend: str, precision: str) -> bool:
     """On CPUs only what they have; `torch.amp` only on torch."""
-    if on == "cpu" and precision in ON_GPUS_ALONE:
+    if on == "cpu" and (precision in ON_GPUS_ALONE or not case.small_title):
+        return False
+    if backend not in case.backends:
         return False
     return precision != TORCH_AMP or backend == "torch"
 
@@ -58,7 +60,7 @@ def _table(on: str, backend: str, records: Sequence[Record], whole: bool) -> Tab
         title = case.title if on == "gpu" else case.small_title
         base = places.get((case.name, _BASE[on], "speed"), {})
         for precision in PRECISIONS:
-            if not is_measured(on, backend, precision):
+            if not is_measured(case, on, backend, precision):
                 continue
             speed = places.get((case.name, precision, "speed"))
             fits = places.get((case.name, precision, "fits"))
