@@ -1,4 +1,6 @@
-"""A large head and its loss in chunks of the classes, beside the loss of all logits."""
+"""A large head and its loss in chunks, beside the loss of all logits."""
+
+import functools
 
 import keras
 import numpy as np
@@ -15,15 +17,10 @@ from processes import on_four_devices
 
 import keras_mp
 from keras_mp.backends import products
-from keras_mp.backends.jax import chunks, one_pass
+from keras_mp.backends.jax import large_heads, one_pass
 from keras_mp.backends.jax import logits as known_logits
 from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.products import (
-    HalfOperands,
-    keeps_half,
-    number_of_chunks,
-    number_recomputed,
-)
+from keras_mp.backends.products import HalfOperands, number_of_chunks
 from keras_mp.policies import weights
 
 CLASSES, WIDTH = 300, 16
@@ -38,7 +35,9 @@ BIAS = RANDOM.normal(size=(CLASSES,)).astype("float32")
 @pytest.fixture
 def every_head_is_large(monkeypatch):
     monkeypatch.setattr(weights, "LARGE", 1)
-    monkeypatch.setattr(products, "ONE_CHUNK", 2**11)  # Of 4 x 6 x 300: 4 chunks, of 3.
+    # Of 4 x 6 x 300 there are 4 chunks: of the rows, or of the classes.
+    monkeypatch.setattr(products, "ONE_CHUNK", 2**11)
+    monkeypatch.setattr(products, "ROWS", 6)
 
 
 @pytest.fixture
@@ -50,8 +49,8 @@ def made(monkeypatch):
         numbers.append(number)
         return original(head, labels, number)
 
-    original = chunks.losses
-    monkeypatch.setattr(chunks, "losses", losses)
+    original = large_heads.losses
+    monkeypatch.setattr(large_heads, "losses", losses)
     return numbers
 
 
@@ -87,13 +86,12 @@ HALVES = {
 ONE_HOT = (LABELS[..., None] == np.arange(CLASSES)).astype("float32")
 TARGETS = {"labels": LABELS, "probabilities": 0.8 * ONE_HOT + 0.2 / CLASSES}
 MODES = ["in chunks", "recomputed"]
-TABLE = [[*STEPS], [*HALVES], MODES, [1, 3], [*WRAPPED], [*TARGETS], *[[0, 1]] * 3]
+TABLE = [[*STEPS], [*HALVES], MODES, [1, 3, 5], [*WRAPPED], [*TARGETS], *[[0, 1]] * 2]
 
 
 @pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
-def test_losses_and_gradients_are_those_of_float64(case, monkeypatch):
-    step, half, mode, number, wrapped, kind, tied, classes, wide = case
-    monkeypatch.setattr(products, "NARROW", 0 if wide else WIDTH)
+def test_losses_and_gradients_are_those_of_float64(case):
+    step, half, mode, number, wrapped, kind, tied, classes = case
     operands = HalfOperands(*HALVES[half], bool(tied), mode, bool(classes))
 
     def of_chunks(inputs, kernel, bias):
@@ -101,7 +99,7 @@ def test_losses_and_gradients_are_those_of_float64(case, monkeypatch):
         product = jnp.matmul(*half, preferred_element_type="float32")
         known_logits.note(product, Product(inputs, kernel, operands))
         head = known_logits.known(STEPS[step][0](product, bias))
-        losses, classes = chunks.losses(head, jnp.asarray(TARGETS[kind]), number)
+        losses, classes = large_heads.losses(head, jnp.asarray(TARGETS[kind]), number)
         return jnp.mean(losses), classes
 
     rounded = [x.astype(operands.dtype).astype("float64") for x in (INPUTS, KERNEL)]
@@ -121,77 +119,79 @@ def test_losses_and_gradients_are_those_of_float64(case, monkeypatch):
 
 
 @pytest.fixture
-def wide(monkeypatch):
-    """A head that keeps its logits in half precision, for metrics, in three chunks."""
-    monkeypatch.setattr(products, "NARROW", 0)
+def in_rows():
+    """The losses of a head in three chunks of the rows."""
     operands = HalfOperands("float16", "float16", False, "in chunks", classes=True)
 
     def losses(inputs, kernel, step=lambda x: x, labels=LABELS):
         product = jnp.matmul(inputs, kernel, preferred_element_type="float32")
         known_logits.note(product, Product(inputs, kernel, operands))
         head = known_logits.known(step(product))
-        return chunks.losses(head, labels, 3)[0]
+        return large_heads.losses(head, labels, 3)[0]
 
     return losses
 
 
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (lambda x: x, {"float16": CLASSES}),
-        (lambda x: ops.add(x, BIAS), {"float16": CLASSES}),
-        # The gradient of a cap takes the product: two chunks of 128 are made again.
-        (lambda x: ops.tanh(x), {"float32": CLASSES - 2 * 128}),
-    ],
-    ids=["product", "bias", "cap"],
-)
-def test_a_wide_head_keeps_logits_in_half_precision(step, expected, wide):
-    _, pull = jax.vjp(lambda x: wide(x, KERNEL, step), jnp.asarray(INPUTS))
-    kept = [x for x in jax.tree.leaves(pull) if x.shape[:-1] == LABELS.shape]
-    found = {dtype: 0 for dtype in expected}
-    for x in kept:
-        if x.shape[-1] != WIDTH:
-            found[x.dtype.name] = found.get(x.dtype.name, 0) + x.shape[-1]
-    assert found == expected
+@pytest.mark.parametrize("step", STEPS)
+def test_of_the_logits_nothing_but_slopes_in_half_precision_stays(step, in_rows):
+    change = STEPS[step][0]
+    run = functools.partial(in_rows, step=lambda x: change(x, BIAS))
+    _, pull = jax.vjp(lambda x: run(x, KERNEL), jnp.asarray(INPUTS))
+    kept = [x for x in jax.tree.leaves(pull) if x.shape[-1:] == (CLASSES,)]
+    kept = [(x.dtype.name, x.shape) for x in kept if x.ndim > 2]
+    assert kept == [("float16", (3, LABELS.size // 3, CLASSES))]
+
+
+def test_the_kernel_is_multiplied_once_for_each_gradient(in_rows):
+    """And not for that of a frozen kernel."""
+
+    def products(*of):
+        gradient = jax.grad(lambda *x: in_rows(*x).sum(), of)
+        text = jax.jit(gradient).trace(INPUTS, KERNEL)
+        return text.lower(lowering_platforms=("cuda",)).as_text().count("dot_general")
+
+    assert products(0, 1) == 3 + 2 and products(0) == 3 + 1
 
 
 @pytest.mark.parametrize(
-    ("changed", "targets", "number"),
+    ("step", "number"),
     [
-        ({}, "labels", 4),
-        ({}, "probabilities", 0),
-        ({"adds_only": False}, "labels", 0),
-        ({"operands": HalfOperands("float16", "float32", classes=True)}, "labels", 0),
+        (lambda x: ops.add(x, BIAS), 4),
+        (lambda x: ops.tanh(ops.add(x, BIAS)), 4),
+        (lambda x: ops.add(ops.tanh(x), BIAS), 0),
+        (lambda x: ops.multiply(x, BIAS), 0),
+        (lambda x: ops.add(x, INPUTS[..., :1]), 0),
     ],
-    ids=["exponentials", "probabilities", "cap", "not scaled"],
+    ids=["bias", "bias and cap", "cap and bias", "factor", "one for each row"],
 )
-def test_a_wide_head_whose_gradient_needs_more_is_read_as_a_whole(
-    changed, targets, number, every_head_is_large, monkeypatch
+def test_a_head_whose_gradient_needs_more_is_read_as_a_whole(
+    step, number, every_head_is_large
 ):
-    monkeypatch.setattr(products, "NARROW", 0)
-    scaled = HalfOperands("float16", "float16", classes=True)
-    head = Product(INPUTS, KERNEL, scaled)._replace(**changed)
-    head = head._replace(operands=head.operands._replace(logits="in chunks"))
-    assert chunks.number_for(head, jnp.asarray(TARGETS[targets])) == number
+    product = jnp.matmul(INPUTS, KERNEL)
+    operands = HalfOperands("float16", "float16", logits="in chunks")
+    known_logits.note(product, Product(INPUTS, KERNEL, operands))
+    assert large_heads.number_for(known_logits.known(step(product))) == number
 
 
-def test_the_gradient_of_a_label_that_is_almost_certain_is_not_rounded_away(wide):
+def test_the_gradient_of_a_label_that_is_almost_certain_is_not_rounded_away(in_rows):
     kernel = np.zeros((WIDTH, CLASSES), "float32")
     kernel[0, 7] = 12.0  # Its logit; all others are 0.
     inputs = np.eye(1, WIDTH, dtype="float32")
-    gradient = jax.grad(lambda x: wide(x, kernel, labels=np.array([7])).sum())(inputs)
+    gradient = jax.grad(lambda x: in_rows(x, kernel, labels=np.array([7])).sum())(
+        inputs
+    )
     rest = (CLASSES - 1) * np.exp(-12.0)  # 0.0018: float16's steps below 1 are 0.0005.
     np.testing.assert_allclose(gradient[0, 0], -12 * rest / (1 + rest), rtol=1e-2)
 
 
-def test_classes_that_are_masked_have_no_gradient(wide):
+def test_classes_that_are_masked_have_no_gradient(in_rows):
     mask = np.zeros(CLASSES, "float32")
-    mask[:200] = -np.inf  # All of the first chunk, and some of the second.
+    mask[:200] = -np.inf
     labels = np.array([[250, 299]])
 
     def summed(mask):
         def run(inputs, kernel):
-            return wide(inputs, kernel, lambda x: ops.add(x, mask), labels).sum()
+            return in_rows(inputs, kernel, lambda x: ops.add(x, mask), labels).sum()
 
         return jax.value_and_grad(run, (0, 1))(INPUTS[:1, :2], KERNEL)
 
@@ -213,7 +213,9 @@ def test_classes_that_are_masked_have_no_gradient(wide):
 def test_probabilities_have_a_gradient_too():
     operands = HalfOperands("float32", "float32", False, "in chunks")
     head = Product(INPUTS, KERNEL, operands)
-    found = jax.grad(lambda x: chunks.losses(head, x, 3)[0].sum())(jnp.asarray(ONE_HOT))
+    found = jax.grad(lambda x: large_heads.losses(head, x, 3)[0].sum())(
+        jnp.asarray(ONE_HOT)
+    )
     expected = -jax.nn.log_softmax(INPUTS @ KERNEL)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -222,7 +224,7 @@ def test_it_has_no_forward_derivative():
     operands = HalfOperands("float32", "float32", False, "recomputed")
 
     def of_chunks(inputs):
-        return chunks.losses(Product(inputs, KERNEL, operands), LABELS, 3)[0]
+        return large_heads.losses(Product(inputs, KERNEL, operands), LABELS, 3)[0]
 
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(of_chunks, (INPUTS,), (INPUTS,))
@@ -230,11 +232,10 @@ def test_it_has_no_forward_derivative():
 
 @pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode, classes, monkeypatch):
-    monkeypatch.setattr(products, "NARROW", 0)
+def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode, classes):
     operands = HalfOperands("bfloat16", "bfloat16", False, mode, classes)
     gradient = jax.grad(
-        lambda x: chunks.losses(Product(x, KERNEL, operands), LABELS, 3)[0].sum()
+        lambda x: large_heads.losses(Product(x, KERNEL, operands), LABELS, 3)[0].sum()
     )
     traced = jax.jit(gradient).trace(INPUTS)
     counts = {
@@ -243,8 +244,8 @@ def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode, classes, monkeypatch):
         .count("stablehlo.dot_general")
         for platform in ("cuda", "tpu")
     }
-    # Of the gradient's two products in each chunk the kernel's is not asked for.
-    expected = {"cuda": 3 * 2, "tpu": 2} if mode == "in chunks" else None
+    # Of the gradient's two products the kernel's is not asked for.
+    expected = {"cuda": 3 + 1, "tpu": 2} if mode == "in chunks" else None
     assert counts == (expected or dict.fromkeys(counts, 3 * 3))
 
 
@@ -319,26 +320,20 @@ KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_in_chunks_is_that_of_all_logits(
-    kind, every_head_is_large, made, monkeypatch
-):
+def test_a_training_in_chunks_is_that_of_all_logits(kind, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     expected = unchunked(trained, decoder(kind))
     assert not made
-    for recompute, metrics, narrow in [
-        (False, [], WIDTH),
-        (False, ["accuracy"], WIDTH),
-        (False, ["accuracy"], 0),
-        (True, ["accuracy"], WIDTH),
-        (False, ["accuracy", TOP_3], WIDTH),
+    for recompute, metrics in [
+        (False, []),
+        (False, ["accuracy"]),
+        (True, ["accuracy"]),
+        (False, ["accuracy", TOP_3]),
     ]:
-        monkeypatch.setattr(products, "NARROW", narrow)
         keras_mp.set_global_policy(keras_mp.MixedFloat16(recompute_logits=recompute))
         made.clear()
         assert_alike(trained(decoder(kind), metrics=metrics), expected)
-        # One metric reads all logits; the gradient of a cap takes what it caps.
-        whole = TOP_3 in metrics or (kind == "capped" and not narrow)
-        assert set(made) == (set() if whole else {4})
+        assert set(made) == (set() if TOP_3 in metrics else {4})
 
 
 TOP_3 = "sparse_top_k_categorical_accuracy"
@@ -441,7 +436,8 @@ def test_so_it_is_with_accumulated_gradients_and_a_skipped_step(
     def optimizer():
         inner = keras.optimizers.Adam(gradient_accumulation_steps=2)
         # The first gradients overflow.
-        return keras_mp.LossScaleOptimizer(inner, initial_scale=2.0**24)
+        scales = {"initial_scale": 2.0**40, "max_scale": 2.0**40}
+        return keras_mp.LossScaleOptimizer(inner, **scales)
 
     expected = unchunked(trained, decoder(), optimizer=optimizer())
     model = decoder()
@@ -480,29 +476,25 @@ def test_what_is_not_known_is_left_as_it_was(kind, every_head_is_large, made):
     assert not made
 
 
-def test_the_number_of_chunks_grows_with_the_square_root():
-    sizes = {"1 MB": 2**20, "a decoder": 823e6, "batch of 32": 3.3e9, "large": 2**36}
-    numbers = {name: number_of_chunks(x, "in chunks") for name, x in sizes.items()}
-    assert numbers == {"1 MB": 0, "a decoder": 4, "batch of 32": 7, "large": 32}
-    assert number_of_chunks(2**20, "recomputed") == 1
-    assert number_of_chunks(2**36, "whole") == 0
+def test_how_many_chunks_there_are():
+    def of_rows(rows, classes=50257):
+        return number_of_chunks(rows, classes, "in chunks")
 
-
-def test_for_accuracy_a_narrow_head_computes_half_of_its_logits_again():
-    assert [keeps_half(x, "in chunks", True) for x in (1024, 2048)] == [False, True]
-    assert not keeps_half(2048, "in chunks", False)
-    assert not keeps_half(2048, "recomputed", True)
-    recomputed = [number_recomputed(x, "in chunks", True) for x in (1, 2, 5, 32)]
-    assert recomputed == [0, 1, 3, 16]
-    assert number_recomputed(5, "in chunks", False) == 0
-    assert number_recomputed(5, "recomputed", True) == 5
+    # None if the logits are small; a chunk has 512 rows or more; the same in each.
+    assert of_rows(4096, 1000) == of_rows(1000) == 0
+    assert [of_rows(x) for x in (1024, 4096, 4500, 2**20)] == [2, 8, 6, 8]
+    assert of_rows(4099) == 8  # A prime number.
+    sizes = {"1 MB": 2**18, "a decoder": 4096 * 50257, "large": 2**34}
+    found = {x: number_of_chunks(1, n, "recomputed") for x, n in sizes.items()}
+    assert found == {"1 MB": 1, "a decoder": 4, "large": 32}
+    assert number_of_chunks(2**20, 50257, "whole") == 0
 
 
 def test_on_several_devices_losses_are_the_same():
     found = on_four_devices("chunks_on_devices.py")
     numbers = {kind: number for kind, (number, _) in found.items()}
-    # A device has a quarter of the examples, and so half the chunks. Where classes may
-    # be parted the loss is Keras' own.
-    assert numbers == {"one": 5, "data": 3, "model": 0}
+    # A device has a quarter of the examples. Where classes may be parted the loss is
+    # Keras' own.
+    assert numbers == {"one": 8, "data": 2, "model": 0}
     losses = [losses for _, losses in found.values()]
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)

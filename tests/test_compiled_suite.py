@@ -49,6 +49,7 @@ ENTRY %main (a: f32[32,16], b: f32[16,8], table: f32[1000,64], ids: s32[8]) -> f
   %part.1 = f16[16,2]{1,0} fusion(%b), kind=kLoop, calls=%part
   %start = (s32[], f16[64,64]{1,0}) tuple(%ids, %a)
   %loop = (s32[], f16[64,64]{1,0}) while(%start), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %memory = f16[1000,1000]{1,0} custom-call(), custom_call_target="AllocateBuffer"
   ROOT %rows.1 = f32[8,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
 }
 """  # noqa: E501

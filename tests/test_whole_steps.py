@@ -60,9 +60,8 @@ def test_no_product_of_a_mixed_step_has_a_float32_operand(model):
 def test_it_has_as_many_products_as_the_float32_step(model):
     plain, step = whole_step(model, "float32"), whole_step(model, HALF)
     products = len(step.products) + fused_products(step.program.text)
-    # A head's three products are each made in chunks, within the loss.
+    # The loss makes a head's product in chunks, and then those of its gradient.
     in_chunks = sum("crossentropy" in product.source for product in step.products)
-    assert in_chunks % 3 == 0
     products -= max(0, in_chunks - 3)
     assert products == len(plain.products), f"{step}\nfloat32: {plain}"
 
@@ -91,9 +90,12 @@ def test_logits_that_are_recomputed_are_never_there():
     kept = whole_step("decoder", HALF)
     step = whole_step("decoder", HALF, recompute_logits=True)
     logits = 4 * 8 * 512 * 50257
-    # A quarter of them is there at a time, and a quarter of their gradient.
+    assert not written(step.program.text, (8, 512, 50257))
+    # A quarter of them is there at a time, and a quarter of their gradient. What is
+    # kept elsewhere is float32 on a TPU, and the gradient in half precision on a GPU.
     saved = kept.program.peak - step.program.peak
-    assert saved > logits / 2, f"{step}\nkept: {kept}"
+    least = logits / (2 if platform() == "tpu" else 10)
+    assert saved > least, f"{step}\nkept: {kept}"
 
 
 LOGITS = {

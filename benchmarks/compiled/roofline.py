@@ -19,6 +19,7 @@ _NAMES = re.compile(r"%([\w.-]+)")
 # What moves nothing, or is counted where it starts.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"}
 _FREE |= {"after-all", "copy-done", "slice-done", "async-done", "partition-id"}
+_NO_KERNEL = 'custom_call_target="AllocateBuffer"'
 # What gives the same numbers, element by element.
 _SAME = {"bitcast", "convert"}
 _BODIES = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.-]+)")
@@ -93,7 +94,10 @@ class _Program:
                 if body is None or trips is None:
                     raise ValueError(f"a loop of unknown length: {instruction.name}")
                 yield from self._kernels(body[1], times * int(trips[1]))
-            elif instruction.operation not in _FREE:
+            elif (
+                instruction.operation not in _FREE
+                and _NO_KERNEL not in instruction.rest
+            ):
                 yield instruction, where, times
 
     def products(self, instruction: _Instruction, where: str) -> Iterator[Product]:

@@ -113,11 +113,11 @@ class Engine(Step, Batches, Measures, Shards):
     keeps_logits = False
     """Are the logits kept whole even if the loss is computed in chunks?"""
 
-    def number_of_chunks(self, size: int, logits: str) -> int:
+    def number_of_chunks(self, rows: int, classes: int, logits: str) -> int:
         """The chunks that a large head and its cross-entropy are split into, or 0.
 
         Args:
-            size: bytes of the head's logits.
+            rows, classes: the shape of the head's logits.
             logits: as in `HalfOperands`.
         """
         return 0

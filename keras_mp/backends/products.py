@@ -27,9 +27,8 @@ class HalfOperands(NamedTuple):
         gradient: the dtype of the operands of the gradient's two products.
         tied: whether the weights are used elsewhere too. The sum of both gradients is
             float32, and so is the gradient of this product.
-        logits: how a loss may read the head's logits: "whole"; "in chunks" of the
-            classes, if nothing else reads them; or "recomputed" in chunks in the
-            backward pass, too.
+        logits: how a loss may read the head's logits: "whole"; "in chunks", if nothing
+            else reads them; or "recomputed" in chunks in the backward pass, too.
         classes: whether metrics read the class of the largest logit. The loss finds it.
     """
 
@@ -40,12 +39,15 @@ class HalfOperands(NamedTuple):
     classes: bool = False
 
 
-# Bytes of logits. Each further chunk costs a pass over the head's inputs and saves less
-# memory than the last: so the number grows as the square root. A decoder, compiled for
-# an H100 and read as flops and bytes, with 0.82 GB of logits in 2, 4 and 8 chunks, runs
-# at 2.00, 1.96, 1.85 times float32's speed in 0.685, 0.655, 0.641 of its memory; with
-# 3.3 GB in 4, 7 and 13 chunks, at 2.17, 2.13, 2.04 in 0.548, 0.535, 0.525.
+# Bytes of logits. Each further chunk of the classes costs a pass over the inputs of the
+# head and saves less memory than the last: so their number grows as the square root.
 ONE_CHUNK = 2**26
+
+
+# More chunks of the rows save little: in 8 the logits, in float32, take a quarter of
+# what their slopes take in half precision. With fewer rows a GPU that reads the kernel
+# for each chunk has less to compute than to read.
+MOST_CHUNKS, ROWS = 8, 512
 
 
 # Matrix units want multiples of this number. On an H100 torch's products with 2013
@@ -53,53 +55,28 @@ ONE_CHUNK = 2**26
 LANES = 128
 
 
-# If metrics read classes, heads whose inputs are up to this wide compute half of the
-# logits again, and wider ones keep them in half precision: for these a product takes
-# longer than a pass over its result. Compiled for an H100, speed and memory over
-# float32's, kept and computed again: Llama, 2048 wide, 1.81 in 0.67 and 1.71 in 0.67,
-# Gemma 1.54 in 0.93 and 1.45 in 0.92; as a whole 1.85 in 0.73 and 1.61 in 1.11.
-NARROW = 1024
-
-
-def number_of_chunks(size: int, logits: str) -> int:
+def number_of_chunks(rows: int, classes: int, logits: str) -> int:
     """The number of chunks; 0 if the loss reads the logits as a whole.
 
+    They are chunks of the rows, or of the classes if the logits are recomputed.
+
     Args:
-        size: bytes of the logits in float32.
+        rows, classes: the shape of the logits.
         logits: as in `HalfOperands`.
     """
-    number = round(math.sqrt(size / ONE_CHUNK))
+    size = 4 * rows * classes
     if logits == "recomputed":
-        return max(1, number)
-    return number if logits == "in chunks" and number > 1 else 0
+        return max(1, round(math.sqrt(size / ONE_CHUNK)))
+    most = min(MOST_CHUNKS, rows // ROWS)
+    if logits == "whole" or size < 2 * ONE_CHUNK or most < 2:
+        return 0
+    numbers = range(most, most // 2, -1)
+    return next((number for number in numbers if rows % number == 0), most)
 
 
 def size_of_chunk(classes: int, number: int) -> int:
     """How many classes each of `number` chunks has; the last one may have fewer."""
     return LANES * -(-classes // (LANES * number))
-
-
-def number_recomputed(number: int, logits: str, classes: bool) -> int:
-    """How many of `number` chunks the backward pass computes again.
-
-    If metrics read classes, half of them: the rest then takes as much memory as all
-    logits would in half precision.
-    """
-    if logits == "recomputed":
-        return number
-    return (number + 1) // 2 if classes and number > 1 else 0
-
-
-def keeps_half(width: int, logits: str, classes: bool) -> bool:
-    """Are logits kept in half precision between the passes?
-
-    If the gradient needs more of them, the loss reads them as a whole.
-
-    Args:
-        width: of the inputs of the head.
-        logits, classes: as in `HalfOperands`.
-    """
-    return logits == "in chunks" and classes and width > NARROW
 
 
 # A product of two float32 tensors, as `product(run, a, b, half_operands)`. On JAX

@@ -12,7 +12,7 @@ import keras
 
 from keras_mp.backends import products
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.jax import chunks, compilation, logits, one_pass, softmax
+from keras_mp.backends.jax import compilation, large_heads, logits, one_pass, softmax
 from keras_mp.backends.jax.logits import Probabilities, Product
 
 
@@ -101,8 +101,8 @@ def _in_chunks(x: Any, targets: Any, output: Any) -> Any | None:
     # Metrics read what the model returns, not what the loss makes of it.
     if fact.operands.classes and not fact.returned:
         return None
-    number = chunks.number_for(fact, targets)
+    number = large_heads.number_for(fact)
     if not number:
         return None
-    losses, classes = chunks.losses(fact, targets, number)
+    losses, classes = large_heads.losses(fact, targets, number)
     return losses if classes is None else logits.note_classes(losses, output, classes)

@@ -32,7 +32,7 @@ class Product(NamedTuple):
         operands: how it is computed.
         others: further tensors that the steps take, which broadcast to the product.
         steps: elementwise functions of the result so far and `others`.
-        adds_only: whether all that they do is to add the others.
+        added: how many of the others are added to the product before anything else.
         returned: whether the head returned the result of the last step.
     """
 
@@ -41,7 +41,7 @@ class Product(NamedTuple):
     operands: HalfOperands
     others: tuple[Any, ...] = ()
     steps: tuple[Callable[[Any, Sequence[Any]], Any], ...] = ()
-    adds_only: bool = True
+    added: int = 0
     returned: bool = False
 
     def follow(self, product: Any, others: Sequence[Any], start: int, stop: int) -> Any:
@@ -173,6 +173,9 @@ def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> 
         return original(*(product if x is _PRODUCT else x for x in arguments))
 
     steps = (*fact.steps, step)
-    adds_only = fact.adds_only and original.__name__ == "add"
-    after = {"others": tuple(others), "steps": steps, "adds_only": adds_only}
-    note(result, fact._replace(**after, returned=False))
+    only_adds = fact.added == len(fact.steps) and original.__name__ == "add"
+    added = len(others) if only_adds else fact.added
+    note(
+        result,
+        fact._replace(others=tuple(others), steps=steps, added=added, returned=False),
+    )

@@ -28,9 +28,9 @@ def repairs() -> dict[str, Wrapper]:
     return {"sparse_categorical_crossentropy": _loss}
 
 
-def number_of_chunks(size: int, logits: str = "in chunks") -> int:
-    """The number of chunks for logits of `size` bytes; 0 if they are small."""
-    number = math.ceil(size / _CHUNK)
+def number_of_chunks(rows: int, classes: int, logits: str = "in chunks") -> int:
+    """The number of chunks for logits (rows, classes); 0 if they are small."""
+    number = math.ceil(4 * rows * classes / _CHUNK)
     return number if number > 1 else 0
 
 
@@ -46,7 +46,7 @@ def _loss(original: Callable) -> Callable:
         labels = ops.convert_to_tensor(target, "int64")
         if labels.ndim == output.ndim and labels.shape[-1] == 1:
             labels = labels.squeeze(-1)
-        number = number_of_chunks(output.nbytes)
+        number = number_of_chunks(labels.numel(), output.shape[-1])
         if labels.shape != output.shape[:-1] or not number:
             return original(target, output, from_logits, axis)
         losses = CrossEntropyInChunks.apply(

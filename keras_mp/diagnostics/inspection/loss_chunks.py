@@ -7,7 +7,6 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.products import keeps_half, number_recomputed
 from keras_mp.display.tables import in_bytes
 from keras_mp.policies import heads
 from keras_mp.policies.layers import layer_path
@@ -33,41 +32,26 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
             kernels = [v.shape for v in _matrices(layer) if shape[-1] in v.shape]
             known = kernels and None not in shape[1:]
             if known and heads.half_products(layer, node.input_tensors):
-                size = 4 * _BATCH * math.prod(shape[1:])
-                width = math.prod(kernels[0]) // shape[-1]
-                sentences.append(_sentence(layer, size, width))
+                rows = _BATCH * math.prod(shape[1:-1])
+                sentences.append(_sentence(layer, rows, shape[-1]))
     return tuple(filter(None, sentences))
 
 
-def _sentence(layer: Any, size: int, width: int) -> str:
-    """The sentence about a head; empty if its logits are small.
-
-    Args:
-        layer: the head.
-        size: the bytes of its logits.
-        width: the width of its inputs.
-    """
-    mode, classes = heads.reading_of_logits(layer)
-    number = engine.number_of_chunks(size, mode)
+def _sentence(layer: Any, rows: int, classes: int) -> str:
+    """The sentence about a head with logits (rows, classes); empty if these are few."""
+    mode, _ = heads.reading_of_logits(layer)
+    number = engine.number_of_chunks(rows, classes, mode)
     if engine.keeps_logits:
         mode = "kept"
     elif not number:
         mode = "whole"
-        number = engine.number_of_chunks(size, "in chunks")
-    elif keeps_half(width, mode, classes):
-        mode = "in half precision"
-    elif number_recomputed(number, mode, classes) not in (0, number):
-        mode = "half recomputed"
+        number = engine.number_of_chunks(rows, classes, "in chunks")
     if not number:
         return ""
-    path, size_of = layer_path(layer), in_bytes(size)
+    path, size_of = layer_path(layer), in_bytes(4 * rows * classes)
     chunks = f"in {number} chunk{'s' if number > 1 else ''}"
     in_words = {
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
-        "half recomputed": f"head and loss {chunks}; for the metrics half of the "
-        f"logits ({size_of}) are computed again in the backward pass",
-        "in half precision": f"head and loss {chunks}; for the metrics the logits "
-        f"({size_of}) are kept in half precision, or as a whole if the head caps them",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
         "kept": f"head and loss are differentiated {chunks}{engine.half_products}: "
