@@ -140,6 +140,9 @@ def test_of_the_logits_nothing_but_slopes_in_half_precision_stays(step, in_rows)
     kept = [x for x in jax.tree.leaves(pull) if x.shape[-1:] == (CLASSES,)]
     kept = [(x.dtype.name, x.shape) for x in kept if x.ndim > 2]
     assert kept == [("float16", (3, LABELS.size // 3, CLASSES))]
+    evaluated = str(jax.make_jaxpr(run)(INPUTS, KERNEL))
+    assert f"f32[{LABELS.size // 3},{CLASSES}]" in evaluated
+    assert f"f16[3,{LABELS.size // 3},{CLASSES}]" not in evaluated
 
 
 def test_the_kernel_is_multiplied_once_for_each_gradient(in_rows):

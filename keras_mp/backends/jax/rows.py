@@ -64,7 +64,9 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
         inputs, kernel, others, targets = operands
         half = kernel.astype(how.dtype)
         parts = chunks(inputs, others, targets)
-        slopes = _empty((*parts[0].shape[:-1], classes), how.gradient)
+        slopes = None
+        if keeps_slopes:
+            slopes = _empty((*parts[0].shape[:-1], classes), how.gradient)
         found: list[tuple[Any, Any]] = []
         for index in range(number):
             # One after the other, or XLA keeps the logits of several.
