@@ -187,6 +187,22 @@ def test_the_gradient_of_a_label_that_is_almost_certain_is_not_rounded_away(in_r
     np.testing.assert_allclose(gradient[0, 0], -12 * rest / (1 + rest), rtol=1e-2)
 
 
+def test_a_temperature_does_not_make_slopes_overflow(in_rows):
+    kernel = KERNEL / 5000
+
+    def summed(inputs, kernel):
+        return in_rows(inputs, kernel, lambda x: ops.multiply(x, 5000.0)).sum()
+
+    found = jax.grad(summed, (0, 1))(INPUTS, kernel)
+    _, _, (by_inputs, by_kernel, _) = in_float64(
+        STEPS["nothing"][1], INPUTS, KERNEL, "labels"
+    )
+    for gradient, wanted in zip(found, (by_inputs, by_kernel * 5000), strict=True):
+        wanted = wanted * LABELS.size
+        error = np.linalg.norm(gradient - wanted)
+        assert error <= 2e-3 * np.linalg.norm(wanted)
+
+
 def test_classes_that_are_masked_have_no_gradient(in_rows):
     mask = np.zeros(CLASSES, "float32")
     mask[:200] = -np.inf

@@ -18,9 +18,9 @@ from keras_mp.backends.jax import targets as of_targets
 from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.jax.products import in_float32, multiply
 
-# Slopes are at most 1, and kept times this. In float16 those below 2**-32 are then 0,
-# and those above 2**-21 have 11 bits. The inputs are divided by it, times the gradient
-# of each row's loss: with a loss scale of 2**15 and 4096 rows by 16.
+# Slopes by the logits are at most 1, and kept times this. In float16 those below 2**-32
+# are then 0, and those above 2**-21 have 11 bits. The inputs are divided by it, and
+# multiplied by the gradient of each row's loss.
 _SCALE = 2.0**7
 
 
@@ -60,13 +60,22 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
         product = in_float32(multiply, inputs.astype(how.dtype), half)
         return jax.vjp(lambda x: head.follow(x, others, 0, classes), product)
 
+    def steepness(rows: Sequence[int], others: Sequence) -> Any:
+        """The largest derivative of a logit by its product, as with a temperature."""
+        if head.added == len(head.steps):
+            return 1.0
+        zeros, ones = jnp.zeros(rows), jnp.ones(rows)
+        _, pull = jax.vjp(lambda x: head.follow(x, others, 0, classes), zeros)
+        return jnp.maximum(jnp.max(jnp.abs(pull(ones)[0])), 1.0)
+
     def forward(operands: Sequence, keeps_slopes: bool) -> tuple[Any, Any]:
         inputs, kernel, others, targets = operands
         half = kernel.astype(how.dtype)
         parts = chunks(inputs, others, targets)
-        slopes = None
+        slopes, scale = None, None
         if keeps_slopes:
             slopes = _empty((*parts[0].shape[:-1], classes), how.gradient)
+            scale = _SCALE / steepness(slopes.shape[1:], [x[0] for x in parts[1]])
         found: list[tuple[Any, Any]] = []
         for index in range(number):
             # One after the other, or XLA keeps the logits of several.
@@ -82,23 +91,23 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
             found.append((of_targets.weights(wanted) * total - own, largest))
             if keeps_slopes:
                 (slope,) = pull(of_targets.slopes(logits, total, own, wanted))
-                slopes = slopes.at[index].set((slope * _SCALE).astype(how.gradient))
+                slopes = slopes.at[index].set((slope * scale).astype(how.gradient))
         losses, largest = jax.tree.map(lambda *x: _joined(jnp.stack(x), shape), *found)
         losses = jnp.where(of_targets.are_none(targets, classes), 0, losses)
-        return (losses, largest), slopes
+        return (losses, largest), (slopes, scale)
 
     @jax.custom_vjp
     def run(*operands: Any) -> Any:
         return forward(operands, keeps_slopes=False)[0]
 
     def run_and_keep(*operands: Any) -> Any:
-        results, slopes = forward(operands, keeps_slopes=True)
-        return results, (operands, slopes)
+        results, kept = forward(operands, keeps_slopes=True)
+        return results, (operands, kept)
 
     def backward(residuals: Sequence, gradients: Any) -> Any:
-        (inputs, kernel, others, targets), slopes = residuals
+        (inputs, kernel, others, targets), (slopes, scale) = residuals
         gradient = jnp.where(of_targets.are_none(targets, classes), 0, gradients[0])
-        by_row = _split(gradient / _SCALE, number, shape)[..., jnp.newaxis]
+        by_row = _split(gradient / scale, number, shape)[..., jnp.newaxis]
         half = kernel.astype(how.gradient)
         by_inputs = in_float32(multiply, slopes, half.T) * by_row
         weighted = (_split(inputs, number, shape) * by_row).astype(how.gradient)
