@@ -58,8 +58,7 @@ def log_sums(logits: Any) -> Any:
 
 
 def _in_one_pass(logits: Any) -> Any:
-    largest, total = _reduced(_of_both, logits)
-    return largest + jnp.log(total)
+    return _log_sum(*_reduced(_of_both, logits))
 
 
 def _in_two_passes(logits: Any) -> Any:
@@ -73,7 +72,12 @@ def log_sums_and_largest(logits: Any) -> tuple[Any, Any, Any]:
     """The same, the largest logits and their classes, in the same pass: (...,) each."""
     classes = lax.broadcasted_iota("int32", logits.shape, logits.ndim - 1)
     largest, total, first = _reduced(_of_all, logits, classes)
-    return largest + jnp.log(total), largest, first
+    return _log_sum(largest, total), largest, first
+
+
+def _log_sum(largest: Any, total: Any) -> Any:
+    """As Keras has it, nan if a logit is infinity."""
+    return jnp.where(largest == jnp.inf, jnp.nan, largest + jnp.log(total))
 
 
 def _reduced(combine: Callable, logits: Any, *more: Any) -> Any:
