@@ -499,10 +499,10 @@ def test_how_many_chunks_there_are():
     def of_rows(rows, classes=50257):
         return number_of_chunks(rows, classes, "in chunks")
 
-    # None if the logits are small; a chunk has 512 rows or more; the same in each.
+    # None if the logits are small; 512 rows or more in each chunk, and equally many.
     assert of_rows(4096, 1000) == of_rows(1000) == 0
     assert [of_rows(x) for x in (1024, 4096, 4500, 2**20)] == [2, 8, 6, 8]
-    assert of_rows(4099) == 8  # A prime number.
+    assert of_rows(4099) == 8  # A prime number: the last rows are zeros.
     sizes = {"1 MB": 2**18, "a decoder": 4096 * 50257, "large": 2**34}
     found = {x: number_of_chunks(1, n, "recomputed") for x, n in sizes.items()}
     assert found == {"1 MB": 1, "a decoder": 4, "large": 32}

@@ -44,7 +44,7 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
 
 
 def is_measured(case: TrainCase, on: str, backend: str, precision: str) -> bool:
-    """On CPUs only what they have; `torch.amp` only on torch."""
+    """On CPUs only what they have; a case on its backends; `torch.amp` on torch."""
     if on == "cpu" and (precision in ON_GPUS_ALONE or not case.small_title):
         return False
     if backend not in case.backends:

@@ -44,9 +44,9 @@ class HalfOperands(NamedTuple):
 ONE_CHUNK = 2**26
 
 
-# More chunks of the rows save little: in 8 the logits, in float32, take a quarter of
-# what their slopes take in half precision. With fewer rows a GPU that reads the kernel
-# for each chunk has less to compute than to read.
+# More chunks of the rows would save little: the float32 logits of one in 8 take a
+# quarter of the memory that all slopes take in half precision. Each chunk reads the
+# whole kernel: if it has fewer rows, a GPU reads for longer than it computes.
 MOST_CHUNKS, ROWS = 8, 512
 
 

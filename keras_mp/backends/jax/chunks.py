@@ -1,7 +1,7 @@
 """A large head and its cross-entropy in chunks of the classes, computed twice.
 
-The backward pass computes the logits of each chunk again. In one chunk, as on TPUs, it
-keeps them.
+The backward pass computes the logits of each chunk again. On TPUs, unless that is asked
+for, there is one chunk, and it keeps its logits.
 """
 
 from collections.abc import Sequence

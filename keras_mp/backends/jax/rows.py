@@ -61,7 +61,7 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
         return jax.vjp(lambda x: head.follow(x, others, 0, classes), product)
 
     def steepness(rows: Sequence[int], others: Sequence) -> Any:
-        """The largest derivative of a logit by its product, as with a temperature."""
+        """The largest derivative of a logit by its product, or 1: of a temperature."""
         if head.added == len(head.steps):
             return 1.0
         zeros, ones = jnp.zeros(rows), jnp.ones(rows)
