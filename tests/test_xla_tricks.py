@@ -138,16 +138,48 @@ def bytes_of_head(tokens=4096, width=1024, classes=32768):
     return step_of(model, data).temporary
 
 
-@only_on("gpu")
-def test_a_barrier_keeps_the_logits_of_one_chunk_alone(monkeypatch):
+def without_barriers():
     from jax import lax
 
+    return SimpleNamespace(**{**vars(lax), "optimization_barrier": lambda x: x})
+
+
+@only_on("gpu")
+def test_a_barrier_keeps_the_logits_of_one_chunk_alone(monkeypatch):
     from keras_mp.backends.jax import rows
 
     with_it = bytes_of_head()
-    without = SimpleNamespace(**{**vars(lax), "optimization_barrier": lambda x: x})
-    monkeypatch.setattr(rows, "lax", without)
+    monkeypatch.setattr(rows, "lax", without_barriers())
     assert bytes_of_head() >= 1.03 * with_it, NOT_NEEDED
+
+
+def bytes_of_convolutions(number=4, channels=64, size=128, batch=8):
+    """The bytes that a step takes with convolutions that end in a ReLU."""
+    from compiled_steps import build, step_of
+
+    import keras_mp
+
+    def convolution():
+        return keras.layers.Conv2D(channels, 3, padding="same", activation="relu")
+
+    with keras_mp.policy_scope("mixed_float16"):
+        stack = [convolution() for _ in range(number)]
+        end = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((size, size, 3)), *stack, *end])
+    model.compile("adam", "mse")
+    data = np.zeros((batch, size, size, 3), "float32"), np.zeros((batch, 1), "float32")
+    build(model, data)
+    model.make_train_function()
+    return step_of(model, data).temporary
+
+
+@only_on("gpu")
+def test_a_barrier_keeps_the_result_of_a_relu_alone(monkeypatch):
+    from keras_mp.backends.jax import convolutions
+
+    with_it = bytes_of_convolutions()
+    monkeypatch.setattr(convolutions, "lax", without_barriers())
+    assert bytes_of_convolutions() >= 1.2 * with_it, NOT_NEEDED
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")

@@ -176,6 +176,11 @@ CASES = {
         lambda: keras.applications.ResNet50(weights=None, classifier_activation=None),
         *(32, IMAGES, CLASS),
     ),
+    "VGG-16": Case(
+        "VGG-16, 32 images of 224 x 224",
+        lambda: keras.applications.VGG16(weights=None, classifier_activation=None),
+        *(32, IMAGES, CLASS),
+    ),
     "MLP": Case(
         "MLP, 4 x 4096, 4096 examples",
         lambda: dense(4096, 4),

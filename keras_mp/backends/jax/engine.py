@@ -14,6 +14,7 @@ from keras_mp.backends.jax import (
     activations,
     attention,
     compilation,
+    convolutions,
     cross_entropy,
     logits,
     moments,
@@ -82,10 +83,10 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
         return undoing
 
     def repairs(self) -> dict[str, Wrapper]:
+        followed = logits.repairs(broadcasting.repairs(is_summed_in_half))
         return {
             "dot_product_attention": attention.chosen_by_device,
-            **logits.repairs(broadcasting.repairs(is_summed_in_half)),
-            **products.repairs(),
+            **convolutions.repairs({**followed, **products.repairs()}),
             **cross_entropy.repairs(),
             **activations.repairs(),
             **moments.repairs(),
