@@ -1,6 +1,7 @@
 """A large head and its loss in chunks, beside the loss of all logits."""
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -23,7 +24,7 @@ from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.products import HalfOperands, number_of_chunks
 from keras_mp.policies import weights
 
-CLASSES, WIDTH = 300, 16
+CLASSES, WIDTH = 300, 6
 RANDOM = np.random.default_rng(0)
 LABELS = RANDOM.integers(0, CLASSES, (4, 6))
 LABELS[0, :3] = 7, -1, CLASSES  # Two of them are no classes.
@@ -154,6 +155,25 @@ def test_the_kernel_is_multiplied_once_for_each_gradient(in_rows):
         return text.lower(lowering_platforms=("cuda",)).as_text().count("dot_general")
 
     assert products(0, 1) == 3 + 2 and products(0) == 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "tied", "dtype"),
+    [(64, True, "f32"), (63, True, "f16"), (64, False, "f16")],
+)
+def test_a_large_gradient_by_tied_weights_is_half(rows, tied, dtype):
+    """Else it is float32; a small one has less than half of the slopes' bytes."""
+    width, operands = 16, HalfOperands("float16", "float16", tied, "in chunks")
+
+    def losses(inputs, kernel):
+        head = Product(inputs, kernel, operands)
+        return large_heads.losses(head, jnp.zeros(rows, "int32"), 3)[0].sum()
+
+    inputs, kernel = jnp.ones((rows, width)), jnp.ones((width, CLASSES))
+    traced = jax.jit(jax.grad(losses, 1)).trace(inputs, kernel)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    made = rf"dot_general .*-> tensor<{width}x{CLASSES}x(f\d+)>"
+    assert re.findall(made, text) == [dtype]
 
 
 @pytest.mark.parametrize(

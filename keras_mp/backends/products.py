@@ -26,7 +26,7 @@ class HalfOperands(NamedTuple):
         dtype: the dtype of the operands, "float16" or "bfloat16".
         gradient: the dtype of the operands of the gradient's two products.
         tied: whether the weights are used elsewhere too. The sum of both gradients is
-            float32, and so is the gradient of this product.
+            float32, and so is that of this product, unless it would be the step's peak.
         logits: how a loss may read the head's logits: "whole"; "in chunks", if nothing
             else reads them; or "recomputed" in chunks in the backward pass, too.
         classes: whether metrics read the class of the largest logit. The loss finds it.

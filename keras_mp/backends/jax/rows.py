@@ -111,7 +111,9 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
         half = kernel.astype(how.gradient)
         by_inputs = in_float32(multiply, slopes, half.T) * by_row
         weighted = (_split(inputs, number, shape) * by_row).astype(how.gradient)
-        if how.tied:
+        # It is made beside the slopes: a large one in float32 would be the step's peak.
+        # One in half precision is cast before the embedding's gradient is added to it.
+        if how.tied and 4 * kernel.size <= slopes.size:
             by_kernel = in_float32(_contract, weighted, slopes)
         else:
             by_kernel = _contract(weighted, slopes, how.gradient)
