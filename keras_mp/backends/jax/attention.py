@@ -15,7 +15,7 @@ from jax import lax
 from keras import ops
 
 from keras_mp.backends.interface import HALF
-from keras_mp.backends.jax import cudnn_attention, splash_attention
+from keras_mp.backends.jax import compilation, cudnn_attention, splash_attention
 
 
 def chosen_by_device(original: Callable) -> Callable:
@@ -64,9 +64,9 @@ def _in_half(
         value,
         None if bias is None else _of_rank_4(bias, query).astype(query.dtype),
         None if mask is None else _of_rank_4(mask, query).astype("bool"),
-        scale=float(scale),
-        is_causal=is_causal,
-        fused=fused,
+        float(scale),
+        is_causal,
+        fused,
     )
 
 
@@ -80,11 +80,19 @@ def _of_rank_4(x: Any, query: Any) -> Any:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-# Traced once for all layers of the same sizes.
-@functools.partial(jax.jit, static_argnames=("scale", "is_causal", "fused"))
+# Compiled for a TPU v5e, a ViT takes 4 % longer if this is a function of its own there.
+@functools.partial(compilation.compiled, static=(5, 6, 7))
 def _attention(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any, fused: bool, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    scale: float,
+    is_causal: bool,
+    fused: bool,
 ) -> Any:
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal}
     plain = functools.partial(
         jax.nn.dot_product_attention, implementation="xla", **options
     )
