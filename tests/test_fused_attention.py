@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import NamedTuple
 
 import keras
@@ -239,6 +240,14 @@ def test_so_it_does_within_other_transformations(wrapper, dtype):
     text = lowered(*program, "cuda")
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
     assert "dot_general" not in text
+
+
+@on_jax
+def test_it_is_no_function_of_its_own_in_the_program():
+    """On a TPU its gradient would take longer (benchmarks/README.md, ViT)."""
+    text = lowered(*loss_and_gradients(Case(7, 7), "bfloat16"), "tpu")
+    functions = re.findall(r"func.func \w+ @(\w+)", text)
+    assert not [name for name in functions if "attention" in name]
 
 
 @on_jax
