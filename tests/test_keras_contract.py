@@ -149,9 +149,9 @@ class CustomPolicy(keras.DTypePolicy):
 
 
 @fact
-def test_assign_in_a_stateless_scope_calls_add_update_with_one_pair():
-    """Variable.assign in a stateless scope calls the scope's add_update with one
-    argument, the pair (variable, value)."""
+def test_a_write_in_a_stateless_scope_calls_add_update_with_one_pair():
+    """Variable.assign, assign_add and assign_sub in a stateless scope call the scope's
+    add_update with one argument, the pair (variable, value)."""
     received = []
 
     class Recording(keras.StatelessScope):
@@ -162,26 +162,10 @@ def test_assign_in_a_stateless_scope_calls_add_update_with_one_pair():
     variable = keras.Variable(1.0)
     with Recording():
         variable.assign(2.0)
-    ((seen, value),) = received
-    assert seen is variable
-    assert float(value) == 2.0
-
-
-@fact
-def test_assign_add_and_assign_sub_go_through_add_update():
-    """Variable.assign_add and assign_sub reach the scope's add_update too."""
-    received = []
-
-    class Recording(keras.StatelessScope):
-        def add_update(self, update):
-            received.append(float(numpy_of(update[1])))
-            super().add_update(update)
-
-    variable = keras.Variable(1.0)
-    with Recording():
         variable.assign_add(2.0)
         variable.assign_sub(1.0)
-    assert received == [3.0, 2.0]
+    assert all(seen is variable for seen, _ in received)
+    assert [float(numpy_of(value)) for _, value in received] == [2.0, 4.0, 3.0]
 
 
 @fact
@@ -195,55 +179,30 @@ def test_assign_in_a_stateless_scope_converts_to_the_variables_dtype_first():
 
 
 @fact
-def test_a_stateless_scope_leaves_the_variable_itself_alone():
-    """An assignment in a stateless scope does not reach the variable."""
-    variable = keras.Variable(1.0)
-    with keras.StatelessScope():
-        variable.assign(2.0)
-    assert numpy_of(variable) == 1.0
-
-
-@fact
-def test_state_mapping_is_a_dict_keyed_by_the_id_of_the_variable():
-    """StatelessScope.state_mapping is a dict from id(variable) to the value."""
-    variable = keras.Variable(1.0)
-    with keras.StatelessScope([(variable, tensor(5.0))]) as scope:
-        pass
-    assert isinstance(scope.state_mapping, dict)
-    assert list(scope.state_mapping) == [id(variable)]
-
-
-@fact
-def test_get_current_value_is_none_for_a_variable_the_scope_does_not_know():
-    """StatelessScope.get_current_value returns the value in the scope, and None
-    for a variable that was neither mapped nor assigned."""
+def test_a_stateless_scope_has_the_values_of_the_variables_that_it_knows():
+    """StatelessScope.state_mapping is a dict from id(variable) to the value.
+    get_current_value returns it, and None for a variable that is not there."""
     known, unknown = keras.Variable(1.0), keras.Variable(1.0)
     with keras.StatelessScope([(known, tensor(5.0))]) as scope:
         pass
+    assert isinstance(scope.state_mapping, dict)
+    assert list(scope.state_mapping) == [id(known)]
     assert float(scope.get_current_value(known)) == 5.0
     assert scope.get_current_value(unknown) is None
 
 
 @fact
-def test_a_nested_stateless_scope_does_not_see_the_outer_ones_values():
-    """Inside a nested StatelessScope a variable has its real value, not the one
-    that the outer scope maps it to."""
-    variable = keras.Variable(1.0)
-    with keras.StatelessScope([(variable, tensor(5.0))]):
+def test_a_nested_stateless_scope_and_the_outer_one_do_not_see_each_others_values():
+    """Inside a nested StatelessScope a variable has its real value, not the one that
+    the outer scope maps it to, which does not know what the nested one is assigned."""
+    variable, assigned = keras.Variable(1.0), keras.Variable(1.0)
+    with keras.StatelessScope([(variable, tensor(5.0))]) as outer:
         assert numpy_of(variable) == 5.0
         with keras.StatelessScope():
             assert numpy_of(variable) == 1.0
+            assigned.assign(5.0)
         assert numpy_of(variable) == 5.0
-
-
-@fact
-def test_updates_of_a_nested_stateless_scope_do_not_reach_the_outer_one():
-    """What is assigned in a nested StatelessScope is unknown to the outer one."""
-    variable = keras.Variable(1.0)
-    with keras.StatelessScope() as outer:
-        with keras.StatelessScope():
-            variable.assign(5.0)
-    assert outer.get_current_value(variable) is None
+    assert outer.get_current_value(assigned) is None
 
 
 # Optimizers: what the wrapper stands on ----------
@@ -273,16 +232,6 @@ def test_stateless_apply_calls_apply_inside_a_stateless_scope():
     assert int(new_state[0]) == 9
     assert numpy_of(variable) == 1.0
     assert numpy_of(optimizer.iterations) == 0
-
-
-@fact
-def test_stateless_apply_is_overridden_by_the_scaler():
-    """Keras' LossScaleOptimizer has a stateless_apply of its own, and below it the
-    one of BaseOptimizer is inherited; on TensorFlow TFOptimizer's comes first."""
-    scaler, plain = keras.optimizers.LossScaleOptimizer, keras.optimizers.Optimizer
-    assert defining_class("stateless_apply", scaler) is scaler
-    expected = "TFOptimizer" if BACKEND == "tensorflow" else "BaseOptimizer"
-    assert defining_class("stateless_apply", plain).__name__ == expected
 
 
 @only_on_tensorflow
@@ -340,13 +289,6 @@ def test_apply_gradients_calls_apply_with_gradients_and_variables():
 
 
 @fact
-def test_optimizers_get_returns_an_instance_unchanged():
-    """keras.optimizers.get returns an optimizer instance as it is."""
-    optimizer = keras.optimizers.SGD()
-    assert keras.optimizers.get(optimizer) is optimizer
-
-
-@fact
 def test_the_scalers_own_variables_come_first_and_in_this_order():
     """LossScaleOptimizer's own variables are iteration, learning_rate,
     step_counter, dynamic_scale, followed by the inner optimizer's."""
@@ -393,19 +335,6 @@ def test_the_scalers_iterations_and_learning_rate_are_the_inner_optimizers():
     scaler, _ = built_keras_scaler()
     assert scaler.iterations is scaler.inner_optimizer.iterations
     assert scaler.learning_rate is scaler.inner_optimizer.learning_rate
-
-
-@fact
-def test_a_multi_optimizer_refuses_a_subclass_of_the_scaler():
-    """OptimizerMap and MultiOptimizer recognize a LossScaleOptimizer by
-    isinstance, so that a subclass is refused like Keras' own."""
-
-    class Scaler(keras.optimizers.LossScaleOptimizer):
-        pass
-
-    optimizer_map = keras.optimizers.OptimizerMap(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="LossScaleOptimizer"):
-        optimizer_map["dense"] = Scaler(keras.optimizers.SGD())
 
 
 def step_counter_and_scale_after(steps, scaler, variable):
@@ -513,15 +442,6 @@ def test_an_unbuilt_scaler_multiplies_a_float16_loss_in_float16():
     assert np.isinf(numpy_of(scaled))
 
 
-@fact
-def test_a_built_scaler_multiplies_a_float16_loss_in_float32():
-    """Once it is built, Keras' LossScaleOptimizer scales a float16 loss in
-    float32."""
-    scaler, _ = built_keras_scaler()
-    scaled = scaler.scale_loss(tensor(4.0, "float16"))
-    assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
-
-
 @only_on_torch
 @fact
 def test_dividing_a_float16_gradient_by_the_scale_stays_in_float16_on_torch():
@@ -555,20 +475,9 @@ def test_compile_of_every_model_class_in_keras_reaches_trainers():
 
 
 @fact
-def test_compile_takes_these_arguments():
-    """Trainer.compile takes the optimizer first, and auto_scale_loss, which is
-    True by default, last."""
-    signature = inspect.signature(keras_own(defining_class("compile").compile))
-    names = list(signature.parameters)
-    assert names[:2] == ["self", "optimizer"]
-    assert names[-1] == "auto_scale_loss"
-    assert signature.parameters["auto_scale_loss"].default is True
-
-
-@fact
 def test_compile_keeps_the_optimizer_it_was_handed():
-    """model._compile_config.config["optimizer"] is the optimizer that compile was
-    handed, not the wrapper that compile put round it."""
+    """model._compile_config.config["optimizer"], and so what a file says, is the
+    optimizer that compile was handed, not the wrapper that compile put round it."""
     model = dense_model("mixed_float16")
     model.dtype_policy = "mixed_float16"
     handed = keras.optimizers.SGD()
@@ -576,6 +485,7 @@ def test_compile_keeps_the_optimizer_it_was_handed():
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     assert model.optimizer.inner_optimizer is handed
     assert model._compile_config.config["optimizer"] is handed
+    assert model.get_compile_config()["optimizer"]["class_name"] == "SGD"
 
 
 @fact
@@ -644,36 +554,12 @@ def compiled_config():
 
 
 @fact
-def test_compile_with_auto_scale_loss_false_never_wraps():
-    """compile(auto_scale_loss=False) leaves the optimizer as it is, under
-    mixed_float16 too."""
-    keras.config.set_dtype_policy("mixed_float16")
-    model, handed = dense_model(), keras.optimizers.SGD()
-    compile_as_keras(model, handed, "mse", auto_scale_loss=False)
-    assert model.optimizer is handed
-
-
-@fact
 def test_compile_wraps_by_the_name_of_the_models_policy():
     """Keras' compile goes by the name of the model's own policy, so that a model
     whose only layer computes in float16 is left unscaled."""
     model, handed = dense_model("mixed_float16"), keras.optimizers.SGD()
     compile_as_keras(model, handed, "mse")
     assert model.layers[0].compute_dtype == "float16"
-    assert model.optimizer is handed
-
-
-@fact
-def test_compile_leaves_a_subclass_of_the_scaler_as_it_is():
-    """compile recognizes an optimizer that is scaled already by isinstance, so
-    that a subclass of LossScaleOptimizer is not wrapped again."""
-
-    class Scaler(keras.optimizers.LossScaleOptimizer):
-        pass
-
-    keras.config.set_dtype_policy("mixed_float16")
-    model, handed = dense_model(), Scaler(keras.optimizers.SGD())
-    compile_as_keras(model, handed, "mse")
     assert model.optimizer is handed
 
 
@@ -946,12 +832,6 @@ def test_reading_the_model_of_a_callback_syncs_the_state_on_jax():
 
 
 @fact
-def test_call_is_defined_on_layer():
-    """Layer.__call__ is defined on keras.layers.Layer itself."""
-    assert "__call__" in vars(keras.layers.Layer)
-
-
-@fact
 def test_every_layer_of_keras_reaches_the_call_of_layer():
     """No layer class of Keras overrides __call__ without calling the inherited
     one, except FeatureSpace, which has nothing to compute in float16."""
@@ -971,17 +851,6 @@ def test_a_model_is_called_through_the_call_of_layer():
     """Model, Sequential and Functional inherit __call__ from Layer."""
     for model in (keras.Model, *subclasses_in_keras(keras.Model)):
         assert defining_class("__call__", model) is keras.layers.Layer, model
-
-
-@fact
-def test_the_policy_of_a_layer_is_set_by_a_public_setter():
-    """layer.dtype_policy has a public setter, which takes effect at the next
-    call."""
-    layer = keras.layers.Activation("relu", dtype="float16")
-    layer.dtype_policy = keras.DTypePolicy("float32")
-    assert layer.compute_dtype == "float32"
-    output = layer(tensor([[1.0]]))
-    assert keras.backend.standardize_dtype(output.dtype) == "float32"
 
 
 @fact
@@ -1034,13 +903,6 @@ def test_flatten_layers_has_the_model_itself_and_every_nested_layer():
 
 
 # Policies ----------
-
-
-@fact
-def test_get_returns_a_policy_instance_unchanged():
-    """keras.dtype_policies.get returns a policy instance as it is."""
-    policy = CustomPolicy("mixed_float16")
-    assert keras.dtype_policies.get(policy) is policy
 
 
 @fact
@@ -1267,18 +1129,6 @@ def test_a_file_has_the_scaled_optimizers_variables_twice(tmp_path):
     assert optimizer["vars/3"][()] == scaler.initial_scale
 
 
-@fact
-def test_the_wrapper_of_keras_is_not_in_a_files_config():
-    """What a file's config says of a mixed_float16 model's optimizer is the one
-    that compile was handed, so that reopened it is wrapped anew or not at all."""
-    keras.config.set_dtype_policy("mixed_float16")
-    model = dense_model()
-    compile_as_keras(model, "adam", "mse")
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    saved = model.get_compile_config()["optimizer"]
-    assert saved == "adam" or saved["class_name"] == "Adam"
-
-
 # Files: what the seam in Layer.get_config stands on ---------------------------------
 
 
@@ -1443,14 +1293,6 @@ def test_a_graph_casts_its_inputs_to_its_symbolic_dtypes():
     assert (
         float(np.array(ops.convert_to_numpy(model(tensor([[2049.0]]))))[0, 0]) == 2048
     )
-
-
-@plain_keras
-@fact
-def test_a_symbolic_tensor_has_these_attributes():
-    """KerasTensor has `sparse` and `ragged`, and keeps the latter in `_ragged`."""
-    x = keras.KerasTensor((1,))
-    assert x.sparse is False and x.ragged is False and x._ragged is False
 
 
 @plain_keras
