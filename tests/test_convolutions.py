@@ -88,6 +88,13 @@ def test_the_gradient_reads_the_signs_of_the_result(parts, policy):
     assert not convolutions._results.facts
 
 
+def test_without_a_gradient_there_is_no_barrier():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = network(BEFORE["a convolution"])
+    text = jax.jit(model.call).lower(np.zeros((5, *SHAPE), "float32")).as_text()
+    assert "stablehlo.maximum" in text and "optimization_barrier" not in text
+
+
 @pytest.mark.parametrize("parts", OTHERS.values(), ids=OTHERS)
 def test_after_anything_else_xla_decides(parts):
     with keras_mp.policy_scope("mixed_float16"):
