@@ -1029,23 +1029,6 @@ def test_a_reopened_model_forgets_its_own_policy(build):
 # Symbolic tensors: what the float32 output layers stand on ----------
 
 
-@fact
-def test_a_symbolic_tensor_keeps_its_dtype_in_a_private_attribute():
-    """KerasTensor keeps its dtype in _dtype, and the public setter refuses."""
-    symbolic = keras.KerasTensor((2,), dtype="float16")
-    with pytest.raises(AttributeError, match="immutable"):
-        symbolic.dtype = "float32"
-    symbolic._dtype = "float32"
-    assert symbolic.dtype == "float32"
-
-
-@fact
-def test_a_symbolic_tensor_names_the_layer_that_made_it():
-    """KerasTensor._keras_history.operation is the layer that made the tensor."""
-    model = functional_model()
-    assert model.output._keras_history.operation is model.layers[-1]
-
-
 @only_on_tensorflow
 @fact
 def test_a_float16_softmax_loses_its_logits_when_it_is_cast():
@@ -1059,23 +1042,6 @@ def test_a_float16_softmax_loses_its_logits_when_it_is_cast():
 
 
 # Names: what `compare` and `inspect` stand on ----------
-
-
-@fact
-def test_how_often_a_name_was_given_is_counted_in_a_global_attribute():
-    """Keras counts automatic names in the global attribute "object_name_uids"."""
-    from keras.src.backend.common import global_state
-
-    def name():
-        return keras.layers.Dense(1).name
-
-    first = name()
-    counts = global_state.get_global_attribute("object_name_uids")
-    before = counts.copy()
-    second = name()
-    assert second != first and counts["dense"] == before["dense"] + 1
-    global_state.set_global_attribute("object_name_uids", before)
-    assert name() == second
 
 
 @fact
@@ -1140,16 +1106,6 @@ def test_a_layers_config_names_its_policy_and_the_policys_class():
     for config in (keras_own(keras.layers.Layer.get_config)(layer), layer.get_config()):
         assert config["dtype"]["class_name"] == "CustomPolicy"
         assert config["dtype"]["config"] == {"name": "mixed_float16"}
-
-
-@fact
-def test_symbolic_build_builds_the_model_and_its_optimizer_from_one_batch():
-    """model._symbolic_build(data_batch=...) builds layers, metrics and optimizer."""
-    model = keras.Sequential([keras.layers.Dense(2)])
-    compile_as_keras(model, "sgd", "mse", metrics=["mae"])
-    model._symbolic_build(data_batch=data())
-    assert model.built and model.optimizer.built
-    assert len(model.metrics_variables) > 2
 
 
 # What `convert`, the model's door and the repaired attention stand on -----------------
@@ -1265,27 +1221,6 @@ def test_a_graph_keeps_its_nodes_by_depth_and_fills_in_their_arguments():
 
 @plain_keras
 @fact
-def test_a_symbolic_call_adds_an_inbound_node_to_the_layer():
-    """A call on a KerasTensor appends to `layer._inbound_nodes`, at the end."""
-    layer = keras.layers.Dense(1)
-    layer(keras.KerasTensor((None, 2)))
-    first = list(layer._inbound_nodes)
-    layer(keras.KerasTensor((None, 2)))
-    assert layer._inbound_nodes[:1] == first and len(layer._inbound_nodes) == 2
-
-
-@plain_keras
-@fact
-def test_a_built_sequential_model_has_a_functional_one_in_it():
-    """`Sequential._functional` is a Functional model, None before it is built."""
-    model = keras.Sequential([keras.layers.Dense(1)])
-    assert model._functional is None
-    model.build((None, 2))
-    assert type(model._functional).__name__ == "Functional"
-
-
-@plain_keras
-@fact
 def test_a_graph_casts_its_inputs_to_its_symbolic_dtypes():
     """Functional models cast what they are called with to their inputs' dtypes."""
     x = keras.Input((1,), dtype="float16")
@@ -1307,15 +1242,6 @@ def test_a_layer_keeps_its_policy_in_a_private_attribute():
     layer.dtype_policy = keras.DTypePolicy("mixed_float16")
     assert layer._dtype_policy is policy
     assert policy[layer.path].name == "mixed_float16"
-
-
-@plain_keras
-@fact
-def test_a_policy_map_keeps_the_default_that_it_was_given():
-    """`DTypePolicyMap._default_policy_arg` is the `default_policy=` of a map."""
-    given = keras.DTypePolicy("mixed_float16")
-    assert keras.dtype_policies.DTypePolicyMap(given)._default_policy_arg is given
-    assert keras.dtype_policies.DTypePolicyMap()._default_policy_arg is None
 
 
 @mended_in_3_16
