@@ -467,6 +467,29 @@ def test_so_it_is_with(options, every_head_is_large, made):
     assert made
 
 
+@pytest.mark.parametrize("kind", ["a mask", "two outputs"])
+def test_so_it_is_with_models_of_another_form(kind, every_head_is_large, made):
+    keras_mp.set_global_policy("mixed_float16")
+
+    def run():
+        keras.utils.set_random_seed(0)
+        ids = keras.Input((6,), dtype="int32")
+        x = layers.Embedding(CLASSES, WIDTH, mask_zero=kind == "a mask")(ids)
+        outputs = [layers.Dense(CLASSES)(x), layers.Dense(CLASSES, "softmax")(x)]
+        outputs = outputs[:1] if kind == "a mask" else outputs
+        model = keras.Model(ids, outputs)
+        both = [keras.losses.SparseCategoricalCrossentropy(x) for x in (True, False)]
+        model.compile("adam", both[: len(outputs)])
+        rows = np.where(IDS % 3 == 0, 0, IDS)
+        history = model.fit(rows, [IDS] * len(outputs), epochs=2, verbose=0)
+        return history.history["loss"], model.get_weights()
+
+    expected = unchunked(run)
+    assert not made
+    assert_alike(run(), expected)
+    assert made
+
+
 def test_so_it_is_with_accumulated_gradients_and_a_skipped_step(
     every_head_is_large, made
 ):
