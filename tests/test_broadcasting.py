@@ -68,6 +68,23 @@ def test_shapes_that_do_not_fit_are_told_in_the_backends_words():
         run(ops.add, a, b)
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="XLA takes a broadcast out of a loop")
+@pytest.mark.parametrize("operation", ["add", "subtract", "multiply"])
+def test_nothing_is_broadcast_but_for_the_gradient(operation):
+    import jax
+
+    x, bias = ops.zeros((3, 4), "float16"), ops.zeros((4,), "float16")
+    combined = getattr(ops, operation)
+    assert "f32" not in str(jax.make_jaxpr(combined)(x, bias))
+    gradient = jax.grad(lambda bias: combined(x, bias).sum())
+    sums = [
+        line
+        for line in str(jax.make_jaxpr(gradient)(bias)).splitlines()
+        if "reduce_sum" in line and "f32[4]" in line
+    ]
+    assert sums
+
+
 def run(operation, *arguments):
     """Traced on JAX, where nothing is changed outside of a trace."""
     if BACKEND != "jax":

@@ -5,7 +5,7 @@ input, and so writes and keeps both.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,18 +25,20 @@ _results: Known[bool] = Known()
 # gained: the product that reads the result computes it from the input. A leaky ReLU
 # takes more time.
 def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
-    """Wrappers of convolutions, `add` and `relu`, around others by the same name."""
+    """Wrappers of convolutions and `relu`, around others by the same name."""
 
-    def around(name: str, wrap: Wrapper) -> Wrapper:
+    def around(name: str) -> Wrapper:
         inner = others.get(name, lambda original: original)
-        return lambda original: wrap(inner(original))
+        return lambda original: _noted(inner(original))
 
-    return {
-        **others,
-        **{name: around(name, _noted) for name in _OPERATIONS},
-        "add": around("add", _followed),
-        "relu": _relu_of_a_convolution,
-    }
+    noted = {name: around(name) for name in _OPERATIONS}
+    return {**others, **noted, "relu": _relu_of_a_convolution}
+
+
+def pass_on(operands: Sequence[Any], result: Any) -> None:
+    """A bias may be added before the ReLU."""
+    if _results.facts and any(map(_results.get, operands)):
+        _results.note(result, True)
 
 
 def _noted(original: Callable) -> Callable:
@@ -49,19 +51,6 @@ def _noted(original: Callable) -> Callable:
         return result
 
     return convolution
-
-
-def _followed(original: Callable) -> Callable:
-    """A bias may be added before the ReLU."""
-
-    @functools.wraps(original)
-    def add(x1: Any, x2: Any) -> Any:
-        result = original(x1, x2)
-        if _results.facts and (_results.get(x1) or _results.get(x2)):
-            _results.note(result, True)
-        return result
-
-    return add
 
 
 def _relu_of_a_convolution(original: Callable) -> Callable:

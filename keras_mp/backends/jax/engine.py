@@ -23,7 +23,7 @@ from keras_mp.backends.jax import (
 )
 from keras_mp.backends.jax.batches import JaxBatches
 from keras_mp.backends.jax.measures import JaxMeasures
-from keras_mp.backends.jax.step import JaxStep, is_summed_in_half
+from keras_mp.backends.jax.step import JaxStep, derived_as, is_summed_in_half
 from keras_mp.backends.products import number_of_chunks
 from keras_mp.backends.repairs import broadcasting
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
@@ -83,10 +83,10 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
         return undoing
 
     def repairs(self) -> dict[str, Wrapper]:
-        followed = logits.repairs(broadcasting.repairs(is_summed_in_half))
         return {
             "dot_product_attention": attention.chosen_by_device,
-            **convolutions.repairs({**followed, **products.repairs()}),
+            **logits.repairs(broadcasting.repairs(is_summed_in_half, derived_as)),
+            **convolutions.repairs(products.repairs()),
             **cross_entropy.repairs(),
             **activations.repairs(),
             **moments.repairs(),

@@ -15,7 +15,10 @@ from keras import ops
 from keras_mp.backends.interface import Wrapper
 
 
-def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]:
+def repairs(
+    is_summed_in_half: Callable[[Any, Any], bool],
+    derived_as: Callable[..., Any] = lambda wide, plain, *operands: wide(*operands),
+) -> dict[str, Wrapper]:
     """Wrappers of `add`, `subtract` and `multiply` whose gradients do not stall.
 
     They broadcast half-precision operands in float32 and cast them back, which changes
@@ -25,6 +28,8 @@ def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]
     Args:
         is_summed_in_half: whether the backend would sum the gradient of an operation on
             these two in half precision.
+        derived_as: calls the second function, which broadcasts nothing, with operands,
+            but may take the derivative of the first.
     """
 
     def wrap(original: Callable) -> Callable:
@@ -36,8 +41,11 @@ def repairs(is_summed_in_half: Callable[[Any, Any], bool]) -> dict[str, Wrapper]
             if isinstance(x2, keras.Variable):
                 x2 = x2.value
             if is_summed_in_half(x1, x2):
-                x1, x2 = _broadcast(x1, x2), _broadcast(x2, x1)
+                return derived_as(wide, original, x1, x2)
             return original(x1, x2)
+
+        def wide(x1: Any, x2: Any) -> Any:
+            return original(_broadcast(x1, x2), _broadcast(x2, x1))
 
         return operation
 
