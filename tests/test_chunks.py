@@ -162,7 +162,7 @@ def test_the_kernel_is_multiplied_once_for_each_gradient(in_rows):
     [(64, True, "f32"), (63, True, "f16"), (64, False, "f16")],
 )
 def test_a_large_gradient_by_tied_weights_is_half(rows, tied, dtype):
-    """Else it is float32; a small one has less than half of the slopes' bytes."""
+    """One of at most half of the slopes' bytes is float32."""
     width, operands = 16, HalfOperands("float16", "float16", tied, "in chunks")
 
     def losses(inputs, kernel):

@@ -6,7 +6,7 @@ without a docstring implements the method of the same name here.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras_mp.keras_private as private
@@ -19,6 +19,18 @@ BFLOAT16 = "bfloat16"
 HALF = ("float16", BFLOAT16)
 
 Wrapper = Callable[[Callable], Callable]
+
+
+def around(
+    others: dict[str, Wrapper], names: Iterable[str], wrap: Wrapper
+) -> dict[str, Wrapper]:
+    """Wrappers by these names: `wrap`, around what `others` has by the same name."""
+
+    def wrapper(name: str) -> Wrapper:
+        inner = others.get(name, lambda original: original)
+        return lambda original: wrap(inner(original))
+
+    return {name: wrapper(name) for name in names}
 
 
 class Engine(Step, Batches, Measures, Shards):

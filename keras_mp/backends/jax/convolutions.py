@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_mp.backends.interface import HALF, Wrapper
+from keras_mp.backends.interface import HALF, Wrapper, around
 from keras_mp.backends.known import Known
 
 _OPERATIONS = "conv", "conv_transpose", "depthwise_conv"
@@ -26,17 +26,12 @@ _results: Known[bool] = Known()
 # takes more time.
 def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
     """Wrappers of convolutions and `relu`, around others by the same name."""
-
-    def around(name: str) -> Wrapper:
-        inner = others.get(name, lambda original: original)
-        return lambda original: _noted(inner(original))
-
-    noted = {name: around(name) for name in _OPERATIONS}
+    noted = around(others, _OPERATIONS, _noted)
     return {**others, **noted, "relu": _relu_of_a_convolution}
 
 
 def pass_on(operands: Sequence[Any], result: Any) -> None:
-    """A bias may be added before the ReLU."""
+    """Notes the sum of a convolution's result and a bias as such a result, too."""
     if _results.facts and any(map(_results.get, operands)):
         _results.note(result, True)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_mp.backends.interface import Wrapper
+from keras_mp.backends.interface import Wrapper, around
 from keras_mp.backends.jax.private import are_of_one_trace
 from keras_mp.backends.known import Known
 from keras_mp.backends.products import HalfOperands
@@ -119,13 +119,8 @@ def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
 
     Heads add a bias or cap logits (divide, tanh, multiply); losses mask ignored labels.
     """
-
-    def wrapper(name: str) -> Wrapper:
-        inner = others.get(name, lambda original: original)
-        return lambda original: _followed(inner(original))
-
     names = (*others, "divide", "tanh", "where")
-    return {**{name: wrapper(name) for name in names}, "argmax": _argmax}
+    return {**around(others, names, _followed), "argmax": _argmax}
 
 
 def _argmax(original: Callable) -> Callable:

@@ -229,9 +229,9 @@ def is_summed_in_half(x1: Any, x2: Any) -> bool:
 
 
 def derived_as(wide: Callable, plain: Callable, *operands: Any) -> Any:
-    """Calls `plain`, and takes the derivative of `wide`, which is the same but for it.
+    """Calls `plain` with the derivative of `wide`, another way to write the function.
 
-    In a loop XLA would broadcast once, before the loop, and read that in each step.
+    XLA would broadcast once, before a loop, and read the result in each of its steps.
     """
 
     @jax.custom_jvp

@@ -28,8 +28,8 @@ def repairs(
     Args:
         is_summed_in_half: whether the backend would sum the gradient of an operation on
             these two in half precision.
-        derived_as: calls the second function, which broadcasts nothing, with operands,
-            but may take the derivative of the first.
+        derived_as: as `derived_as(wide, plain, x1, x2)` it computes the operation. The
+            derivative is that of `wide`, which broadcasts; the value may be `plain`'s.
     """
 
     def wrap(original: Callable) -> Callable:
