@@ -4,12 +4,14 @@ Where a program without it is as good, the trick goes. `make tpu-gates` runs wha
 for TPUs.
 """
 
+import functools
 import re
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
 from keras_mp.backends import reductions
 
@@ -119,67 +121,130 @@ def test_a_maximum_of_floats_keeps_a_tpu_from_writing_bits(monkeypatch):
     assert bits.accessed >= 1.03 * floats.accessed, NOT_NEEDED
 
 
-def bytes_of_head(tokens=4096, width=1024, classes=32768):
-    """The bytes that a step takes with a head and its loss in chunks of the rows."""
+def step(model, data, loss="mse"):
+    """The compiled train step of a model on a batch."""
     from compiled_steps import build, step_of
 
-    import keras_mp
-
-    with keras_mp.policy_scope("mixed_float16"):
-        x, head = keras.layers.Dense(width), keras.layers.Dense(classes)
-        model = keras.Sequential(
-            [keras.Input((8,)), x, keras.layers.Dense(width), head]
-        )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss)
-    data = np.zeros((tokens, 8), "float32"), np.zeros(tokens, "int32")
     build(model, data)
     model.make_train_function()
-    return step_of(model, data).temporary
+    return step_of(model, data)
 
 
-def without_barriers():
+def policy(**options):
+    import keras_mp
+
+    return keras_mp.policy_scope(keras_mp.MixedFloat16(**options))
+
+
+def step_with_head(tokens=4096, width=1024, classes=32768, **options):
+    """A step with a large head, whose loss is computed in chunks."""
+    with policy(**options):
+        ends = layers.Dense(width), layers.Dense(width), layers.Dense(classes)
+        model = keras.Sequential([keras.Input((8,)), *ends])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return step(
+        model, (np.zeros((tokens, 8), "float32"), np.zeros(tokens, "int32")), loss
+    )
+
+
+def step_with_images(*stack, size=64, channels=64, batch=8):
+    """A step with these layers on images."""
+    end = layers.GlobalAveragePooling2D(), layers.Dense(1)
+    model = keras.Sequential([keras.Input((size, size, channels)), *stack, *end])
+    images = np.zeros((batch, size, size, channels), "float32")
+    return step(model, (images, np.zeros((batch, 1), "float32")))
+
+
+def step_with_convolutions(between=None, **options):
+    with policy():
+        stack = []
+        for _ in range(4):
+            stack.append(layers.Conv2D(64, 3, padding="same", **options))
+            stack += between() if between else []
+        return step_with_images(*stack)
+
+
+def step_with_dense(activation, width=2048, batch=4096):
+    with policy():
+        hidden = [layers.Dense(width, activation=activation) for _ in range(4)]
+        model = keras.Sequential([keras.Input((width,)), *hidden, layers.Dense(1)])
+    data = np.zeros((batch, width), "float32"), np.zeros((batch, 1), "float32")
+    return step(model, data)
+
+
+def step_with_attention(width=256, length=512, batch=8):
+    """Its dropout is what no fused kernel takes."""
+    with policy():
+        x = keras.Input((length, width))
+        attention = layers.MultiHeadAttention(4, 64, dropout=0.1)
+        model = keras.Model(x, layers.Dense(1)(attention(x, x)))
+    data = np.zeros((batch, length, width), "float32")
+    return step(model, (data, data[:, :, :1]))
+
+
+def normalized():
+    return [layers.GroupNormalization(8), layers.ReLU()]
+
+
+def no_barrier():
     from jax import lax
 
     return SimpleNamespace(**{**vars(lax), "optimization_barrier": lambda x: x})
 
 
+def no_slopes():
+    return lambda function: function
+
+
+def softmax_in_half():
+    import jax
+
+    return lambda axis, x: jax.nn.softmax(x, axis)
+
+
+def moments_of_jax():
+    import jax.numpy as jnp
+
+    return lambda axes, x: [f(x, axes, keepdims=True) for f in (jnp.mean, jnp.var)]
+
+
+def two_passes():
+    from keras_mp.backends.jax import one_pass
+
+    return one_pass._in_two_passes
+
+
+RECOMPUTED = functools.partial(step_with_head, classes=131072, recompute_logits=True)
+WITH_RELU = functools.partial(step_with_convolutions, activation="relu")
+# For each trick: a step, where it is, what stands in its place, and what it saves.
+ON_GPUS = {
+    "logits of one chunk": (step_with_head, "rows.lax", no_barrier, "temporary"),
+    "logits computed twice": (RECOMPUTED, "chunks.lax", no_barrier, "temporary"),
+    "one reduction": (step_with_head, "one_pass._in_one_pass", two_passes, "accessed"),
+    "result of a relu": (WITH_RELU, "convolutions.lax", no_barrier, "temporary"),
+    "moments": (
+        functools.partial(step_with_convolutions, normalized),
+        *("moments._mean_and_variance", moments_of_jax, "accessed"),
+    ),
+    **{
+        f"slopes of {name}": (
+            functools.partial(step_with_dense, name),
+            *("activations._with_slopes", no_slopes, "temporary"),
+        )
+        for name in ("gelu", "selu")
+    },
+    "softmax": (step_with_attention, "softmax._softmax", softmax_in_half, "accessed"),
+}
+
+
 @only_on("gpu")
-def test_a_barrier_keeps_the_logits_of_one_chunk_alone(monkeypatch):
-    from keras_mp.backends.jax import rows
-
-    with_it = bytes_of_head()
-    monkeypatch.setattr(rows, "lax", without_barriers())
-    assert bytes_of_head() >= 1.03 * with_it, NOT_NEEDED
-
-
-def bytes_of_convolutions(number=4, channels=64, size=128, batch=8):
-    """The bytes that a step takes with convolutions that end in a ReLU."""
-    from compiled_steps import build, step_of
-
-    import keras_mp
-
-    def convolution():
-        return keras.layers.Conv2D(channels, 3, padding="same", activation="relu")
-
-    with keras_mp.policy_scope("mixed_float16"):
-        stack = [convolution() for _ in range(number)]
-        end = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((size, size, 3)), *stack, *end])
-    model.compile("adam", "mse")
-    data = np.zeros((batch, size, size, 3), "float32"), np.zeros((batch, 1), "float32")
-    build(model, data)
-    model.make_train_function()
-    return step_of(model, data).temporary
-
-
-@only_on("gpu")
-def test_a_barrier_keeps_the_result_of_a_relu_alone(monkeypatch):
-    from keras_mp.backends.jax import convolutions
-
-    with_it = bytes_of_convolutions()
-    monkeypatch.setattr(convolutions, "lax", without_barriers())
-    assert bytes_of_convolutions() >= 1.2 * with_it, NOT_NEEDED
+@pytest.mark.parametrize("trick", ON_GPUS.values(), ids=ON_GPUS)
+def test_without_it_a_gpu_needs_more_bytes(trick, monkeypatch):
+    make, place, other, measure = trick
+    with_it = getattr(make(), measure)
+    monkeypatch.setattr(f"keras_mp.backends.jax.{place}", other())
+    assert getattr(make(), measure) >= 1.03 * with_it, NOT_NEEDED
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
