@@ -28,6 +28,10 @@ def arrays(outputs):
     return [keras.ops.convert_to_numpy(x) for x in keras.tree.flatten(outputs)]
 
 
+def assert_the_very_same(before, after):
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
 @contextlib.contextmanager
 def dtypes_within(model):
     """What every layer really returns while the model is called: {id: dtype}."""
@@ -104,7 +108,7 @@ both = pytest.mark.parametrize("policy", HALF)
 def test_a_conversion_keeps_the_very_same_variables_in_float32(name, policy):
     trip = round_trip(name, policy)
     assert trip.returned is trip.model
-    assert all(a is b for a, b in zip(trip.weights, trip.half_weights, strict=True))
+    assert_the_very_same(trip.weights, trip.half_weights)
     assert {d for d in trip.dtypes if "float" in d} == {"float32"}
     assert same_bits(trip.values, values(trip.weights))
 
@@ -197,8 +201,7 @@ def test_a_compiled_model_trains_on_with_its_optimizers_state(name):
     )
     assert isinstance(trip.wrapper, keras_mp.LossScaleOptimizer)
     assert trip.wrapper.inner_optimizer is trip.adam
-    kept = trip.adam.variables
-    assert all(a is b for a, b in zip(trip.moments, kept, strict=True))
+    assert_the_very_same(trip.moments, trip.adam.variables)
     assert int(trip.adam.iterations) == 1 + 3
 
 
@@ -218,7 +221,7 @@ def test_loss_scaling_goes_and_comes_back_with_its_scale(name):
     assert np.isfinite(train(model, trip.x, trip.y)[0])
     keras_mp.convert(model, "mixed_float16")
     assert model.optimizer is wrapper
-    assert all(a is b for a, b in zip(scaling, wrapper.variables, strict=True))
+    assert_the_very_same(scaling, wrapper.variables)
     assert float(wrapper.loss_scale) == 512.0
     assert np.isfinite(train(model, trip.x, trip.y)[0])
     assert int(trip.adam.iterations) == done + 3
@@ -252,23 +255,25 @@ RUNS = {
     "fit": lambda model: model.fit(X, Y, verbose=0),
     "evaluate": lambda model: model.evaluate(X, Y, verbose=0),
 }
+HOW = [{}, {"run_eagerly": True}]
+if BACKEND == "tensorflow":  # JAX compiles anyway, and torch.compile is not tested.
+    HOW.append({"jit_compile": True})
 
 
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("run", "options"),
+    # With options fit and evaluate have the same functions as train and test.
+    [(r, how) for r in RUNS for how in HOW if not how or r not in ("fit", "evaluate")],
+)
 def test_no_function_traced_before_is_used_after(run, options):
-    if options.get("jit_compile") and BACKEND != "tensorflow":
-        pytest.skip("JAX compiles anyway, and torch.compile is not what is tested")
-    if options and run in ("fit", "evaluate"):
-        pytest.skip("the same functions as train and test")
     model = small()
     model.compile("sgd", "mse", **options)
-    run = RUNS[run]
-    assert hidden_dtype(model, lambda: run(model)) == "float32"
+    run = functools.partial(RUNS[run], model)
+    assert hidden_dtype(model, run) == "float32"
     keras_mp.convert(model, "mixed_float16")
-    assert hidden_dtype(model, lambda: run(model)) == "float16"
+    assert hidden_dtype(model, run) == "float16"
     keras_mp.convert(model, "float32")
-    assert hidden_dtype(model, lambda: run(model)) == "float32"
+    assert hidden_dtype(model, run) == "float32"
 
 
 def test_a_conversion_between_compile_and_the_first_fit():
@@ -292,28 +297,24 @@ def test_a_scaler_of_the_users_own_stays_in_its_place():
     keras_mp.convert(model, "mixed_float16")
     assert model.optimizer is scaler
     train(model, X, Y)
-    assert all(a is b for a, b in zip(moments, scaler.variables, strict=True))
+    assert_the_very_same(moments, scaler.variables)
     assert (int(scaler.iterations), float(scaler.loss_scale)) == (2, 64.0)
 
 
-def test_the_scaler_of_keras_stays_where_it_is():
+@pytest.mark.parametrize(
+    "scaled", [True, False], ids=["by Keras", "auto_scale_loss=False"]
+)
+def test_an_optimizer_that_is_not_ours_to_scale_stays_where_it_is(scaled):
+    optimizer = keras.optimizers.SGD()
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     model = small()
-    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    model.compile(scaler, "mse")
+    model.compile(optimizer, "mse", auto_scale_loss=scaled)
     for policy in ("mixed_float16", "float32"):
         keras_mp.convert(model, policy)
-        assert model.optimizer is scaler
+        assert model.optimizer is optimizer
         assert np.isfinite(train(model, X, Y)[0])
-
-
-def test_auto_scale_loss_false_is_respected():
-    model = small()
-    model.compile("sgd", "mse", auto_scale_loss=False)
-    sgd = model.optimizer
-    keras_mp.convert(model, "mixed_float16")
-    assert model.optimizer is sgd
-    assert np.isfinite(train(model, X, Y)[0])
-    assert model.optimizer is sgd
+        assert model.optimizer is optimizer
 
 
 def test_a_model_within_another_is_compiled_for_itself():
@@ -340,41 +341,26 @@ def computes(model):
     return [x.compute_dtype for x in model.layers]
 
 
+def ours(*float32):
+    return functools.partial(keras_mp.MixedFloat16, float32=list(float32))
+
+
+def a_map(default, hidden):
+    entries = {"small/hidden": keras.DTypePolicy(hidden)}
+    return keras.dtype_policies.DTypePolicyMap(default, entries)
+
+
+FULL, MIXED = ["float32"] * 2, ["float16", "float32"]
 SAYINGS = {
-    "our object": (lambda: keras_mp.MixedFloat16(), ["float16", "float32"]),
-    "a class": (
-        lambda: keras_mp.MixedFloat16(float32=[layers.Dense]),
-        ["float32", "float32"],
-    ),
-    "a path": (
-        lambda: keras_mp.MixedFloat16(float32=["small/hidden"]),
-        ["float32", "float32"],
-    ),
-    "no path": (
-        lambda: keras_mp.MixedFloat16(float32=["hidden"]),
-        ["float16", "float32"],
-    ),
-    "a predicate": (
-        lambda: keras_mp.MixedFloat16(float32=[lambda x: getattr(x, "units", 0) == 4]),
-        ["float32", "float32"],
-    ),
+    "our object": (ours(), MIXED),
+    "a class": (ours(layers.Dense), FULL),
+    "a path": (ours("small/hidden"), FULL),
+    "no path": (ours("hidden"), MIXED),
+    "a predicate": (ours(lambda x: getattr(x, "units", 0) == 4), FULL),
     # The user's own words: not even the outputs are ours to choose.
-    "Keras' own": (
-        lambda: keras.DTypePolicy("mixed_bfloat16"),
-        ["bfloat16", "bfloat16"],
-    ),
-    "a map of Keras' own": (
-        lambda: keras.dtype_policies.DTypePolicyMap(
-            "float32", {"small/hidden": keras.DTypePolicy("mixed_float16")}
-        ),
-        ["float16", "float32"],
-    ),
-    "a map of ours": (
-        lambda: keras.dtype_policies.DTypePolicyMap(
-            keras_mp.MixedFloat16(), {"small/hidden": keras.DTypePolicy("float32")}
-        ),
-        ["float32", "float32"],
-    ),
+    "Keras' own": (lambda: keras.DTypePolicy("mixed_bfloat16"), ["bfloat16"] * 2),
+    "a map of Keras' own": (lambda: a_map("float32", "mixed_float16"), MIXED),
+    "a map of ours": (lambda: a_map(ours()(), "float32"), FULL),
 }
 
 
@@ -430,12 +416,12 @@ def test_an_authors_class_stays_in_float32(monkeypatch):
 
 def test_a_single_layer_is_converted_too():
     layer = layers.Bidirectional(layers.LSTM(2))
-    before = np.array(keras.ops.convert_to_numpy(layer(np.ones((1, 3, 2), "float32"))))
+    x = np.ones((1, 3, 2), "float32")
+    before = values([layer(x)])
     keras_mp.convert(layer, "mixed_float16")
-    assert dtype_of(layer(np.ones((1, 3, 2), "float32"))) == "float16"
+    assert dtype_of(layer(x)) == "float16"
     keras_mp.convert(layer, "float32")
-    after = keras.ops.convert_to_numpy(layer(np.ones((1, 3, 2), "float32")))
-    assert same_bits([before], [after])
+    assert same_bits(before, values([layer(x)]))
 
 
 def test_layers_that_do_not_compute_in_float32_are_left_alone():
@@ -446,7 +432,6 @@ def test_layers_that_do_not_compute_in_float32_are_left_alone():
     x = layers.Dense(2, name="plain")(x)
     model = keras.Model(inputs, layers.Dense(2, name="head")(x))
     model.get_layer("int8").quantize("int8")
-    lookup = layers.StringLookup(vocabulary=["a"]) if BACKEND == "tensorflow" else None
     before = arrays(model.predict(X, verbose=0))
     keras_mp.convert(model, "mixed_float16")
     kept = "float16" if BACKEND == "jax" else "float64"
@@ -456,7 +441,8 @@ def test_layers_that_do_not_compute_in_float32_are_left_alone():
     keras_mp.convert(model, "float32")
     assert model.get_layer("wide").compute_dtype == wide
     assert same_bits(before, arrays(model.predict(X, verbose=0)))
-    if lookup is not None:
+    if BACKEND == "tensorflow":
+        lookup = layers.StringLookup(vocabulary=["a"])
         before = lookup.compute_dtype
         assert "float" not in before
         keras_mp.convert(lookup, "mixed_float16")
@@ -488,13 +474,11 @@ def test_a_converted_model_is_saved_and_opened_in_the_same_precision(policy, tmp
 
 
 def test_the_summary_is_printed_and_counts_the_same_weights():
-    model = small()
-    lines = []
-    model.summary(print_fn=lines.append)
+    model, before, after = small(), [], []
+    model.summary(print_fn=before.append)
     keras_mp.convert(model, "mixed_float16")
-    after = []
     model.summary(print_fn=after.append)
-    assert lines == after
+    assert before == after
 
 
 # Conversions that cannot be made --------------------------------------------------
@@ -516,40 +500,45 @@ class OnlyFloat32(Float32Inputs):
         self.state = self.add_weight(shape=(1,), trainable=False)
 
 
+ATTRIBUTES = (
+    "_dtype_policy _convert_input_args built train_function test_function "
+    "predict_function optimizer"
+).split()
+
+
 def snapshot(model):
     """All that a conversion changes, of a model and what is in it."""
     state = []
     for layer in model._flatten_layers():
-        names = (
-            "_dtype_policy",
-            "_convert_input_args",
-            "built",
-            "train_function",
-            "test_function",
-            "predict_function",
-            "optimizer",
-        )
-        state += [(layer.name, n, id(vars(layer).get(n))) for n in names]
         record = keras_mp.policies.record.record_of(layer)
-        state += [(layer.name, id(record.chosen), record.keeps_input_dtypes)]
         decision = keras_mp.policies.choosing.decision_for(layer)
-        state += [(layer.name, decision and decision.rule)]
-        state += [(layer.name, layer.compute_dtype, layer.variable_dtype)]
-        state += [(layer.name, len(layer._inbound_nodes))]
-        state += [id(v) for v in layer.variables]
-        if getattr(layer, "_compile_config", None) is not None:
-            state += [dict(layer._compile_config.config)]
+        compiled = getattr(layer, "_compile_config", None)
+        state += [
+            (layer.name, layer.compute_dtype, layer.variable_dtype),
+            [id(vars(layer).get(name)) for name in ATTRIBUTES],
+            (id(record.chosen), record.keeps_input_dtypes, decision and decision.rule),
+            (len(layer._inbound_nodes), [id(v) for v in layer.variables]),
+            compiled and dict(compiled.config),
+        ]
     return state, symbolic_dtypes(model)
+
+
+@contextlib.contextmanager
+def refused(model, error, message):
+    """Nothing is changed by what raises within."""
+    state = snapshot(model)
+    with pytest.raises(error, match=message):
+        yield
+    assert snapshot(model) == state
 
 
 def impossible():
     x = keras.Input((3,))
-    y = layers.Dense(4, name="hidden")(x)
-    y = keras.Sequential([layers.Dense(3), OnlyFloat32(name="careful")], name="block")(
-        y
+    block = keras.Sequential(
+        [layers.Dense(3), OnlyFloat32(name="careful")], name="block"
     )
-    y = OnlyFloat32(name="other")(layers.Dense(2)(y))
-    return keras.Model(x, layers.Dense(2)(y))
+    y = layers.Dense(2)(block(layers.Dense(4, name="hidden")(x)))
+    return keras.Model(x, layers.Dense(2)(OnlyFloat32(name="other")(y)))
 
 
 @pytest.mark.parametrize("before", ["float32", "kept"])
@@ -560,13 +549,9 @@ def test_a_conversion_that_fails_names_the_layer_and_changes_nothing(before):
         keras_mp.convert(model, keras_mp.MixedFloat16(float32=[OnlyFloat32]))
     train(model, X, Y)
     want = arrays(model.predict(X, verbose=0))
-    state = snapshot(model)
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)`model` must be able.*careful.*OnlyFloat32.*no kernel for bfloat16",
-    ):
+    message = "(?s)`model` must be able.*careful.*OnlyFloat32.*no kernel for bfloat16"
+    with refused(model, ValueError, message):
         keras_mp.convert(model, "mixed_bfloat16")
-    assert snapshot(model) == state
     assert same_bits(want, arrays(model.predict(X, verbose=0)))
     train(model, X, Y)
 
@@ -598,10 +583,8 @@ class WithoutGraph(keras.Model):
 def test_so_does_one_of_a_subclassed_model_that_was_called_before():
     model = WithoutGraph()
     want = arrays(model.predict(X, verbose=0))
-    state = snapshot(model)
-    with pytest.raises(ValueError, match=r"'outer/careful' \(OnlyFloat32\) raises"):
+    with refused(model, ValueError, r"'outer/careful' \(OnlyFloat32\) raises"):
         keras_mp.convert(model, "mixed_bfloat16")
-    assert snapshot(model) == state
     assert same_bits(want, arrays(model.predict(X, verbose=0)))
     keras_mp.convert(model, keras_mp.MixedBFloat16(float32=[OnlyFloat32]))
     model.predict(X, verbose=0)
@@ -630,11 +613,9 @@ def test_a_model_that_cannot_be_called_symbolically_is_converted_all_the_same():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_model_whose_variables_are_half_is_refused(dtype):
     model = small(dtype=dtype)
-    state = snapshot(model)
     for policy in ("mixed_float16", "mixed_bfloat16", "float32"):
-        with pytest.raises(ValueError, match=f"hidden.*Dense.*is {dtype}"):
+        with refused(model, ValueError, f"hidden.*Dense.*is {dtype}"):
             keras_mp.convert(model, policy)
-    assert snapshot(model) == state
 
 
 KEEPS = "`policy` must keep variables.*hidden.*Dense"
@@ -650,10 +631,8 @@ IS_ONE = "`policy` must be.*Received: policy="
 )
 def test_a_policy_that_will_not_do_is_refused(sentence, policy):
     model = small()
-    state = snapshot(model)
-    with pytest.raises(ValueError, match=sentence):
+    with refused(model, ValueError, sentence):
         keras_mp.convert(model, policy)
-    assert snapshot(model) == state
 
 
 @pytest.mark.parametrize("model", [None, "model", layers.Dense, object()])
@@ -669,7 +648,5 @@ def test_a_predicate_that_raises_leaves_the_model_as_it_was():
         return False
 
     model = small()
-    state = snapshot(model)
-    with pytest.raises(ZeroDivisionError, match="mine"):
+    with refused(model, ZeroDivisionError, "mine"):
         keras_mp.convert(model, keras_mp.MixedFloat16(float32=[predicate]))
-    assert snapshot(model) == state

@@ -10,26 +10,45 @@ import re
 import keras
 import numpy as np
 import pytest
+from backends import BACKEND
 from keras import layers, ops
+from test_conversion import dtype_of
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 
-BACKEND = keras.backend.backend()
-X = np.ones((2, 3), "float32")
+X, Y = np.ones((2, 3), "float32"), np.ones((2, 1), "float32")
 
 
 def small_model():
     inputs = keras.Input((3,))
-    hidden = layers.Dense(4, activation="relu")(inputs)
-    return keras.Model(inputs, layers.Dense(1)(hidden))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dense(4)(inputs)))
 
 
 def trained_model(optimizer="adam"):
     model = small_model()
     model.compile(optimizer, "mse")
-    model.fit(X, np.ones((2, 1), "float32"), verbose=0)
+    model.fit(X, Y, verbose=0)
     return model
+
+
+def seen_in_a_call(look, **options):
+    """What `look` returns while a layer is called."""
+    seen = []
+
+    class Look(layers.Layer):
+        def call(self, x):
+            seen.append(look())
+            return x
+
+    Look(**options)(ops.convert_to_tensor(X))
+    return seen[-1]
+
+
+def built(optimizer, *values):
+    variables = [keras.Variable(value) for value in values]
+    optimizer.build(variables)
+    return optimizer, variables
 
 
 class Nested(layers.Layer):
@@ -102,14 +121,11 @@ def test_operations_look_themselves_up_in_their_backend_module(
 
 
 def test_recurrent_layers_look_their_kernels_up_in_the_backend(monkeypatch):
-    class SeenError(Exception):
-        pass
-
     def lstm(*args, **kwargs):
-        raise SeenError
+        raise ZeroDivisionError
 
     monkeypatch.setattr(private.backend, "lstm", lstm)
-    with pytest.raises(SeenError):
+    with pytest.raises(ZeroDivisionError):
         layers.LSTM(2)(np.ones((2, 3, 4), "float32"))
 
 
@@ -161,18 +177,14 @@ def test_automatic_names_are_counted_and_can_be_counted_again():
     assert layers.Dense(1).name == first
 
 
-def test_a_thread_has_no_policy_until_somebody_asks():
+def test_a_thread_has_no_policy_until_somebody_asks_or_sets_it():
     keras.utils.clear_session()
     assert private.policy_of_thread() is None
-    policy = keras.DTypePolicy("mixed_bfloat16")
-    keras.config.set_dtype_policy(policy)
-    assert private.policy_of_thread() is policy
-
-
-def test_the_policy_of_a_thread_can_be_set():
-    policy = keras.DTypePolicy("mixed_bfloat16")
-    private.set_policy_of_thread(policy)
-    assert keras.config.dtype_policy() is policy
+    first, second = (keras.DTypePolicy("mixed_bfloat16") for _ in range(2))
+    keras.config.set_dtype_policy(first)
+    assert private.policy_of_thread() is first
+    private.set_policy_of_thread(second)
+    assert keras.config.dtype_policy() is second
 
 
 def test_keras_looks_the_global_policy_up_in_one_module(monkeypatch):
@@ -211,28 +223,14 @@ def test_preprocessing_layers_have_a_base_without_an_export():
 
 
 def test_keras_has_a_context_while_a_layer_is_called():
-    seen = []
-
-    class Look(layers.Layer):
-        def call(self, x):
-            seen.append(private.is_in_a_call())
-            return x
-
-    Look()(ops.convert_to_tensor(X))
-    assert seen[-1] and not private.is_in_a_call()
+    assert seen_in_a_call(private.is_in_a_call)
+    assert not private.is_in_a_call()
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_a_layer_in_half_precision_casts_its_variables(policy):
-    seen = []
-
-    class Look(layers.Layer):
-        def call(self, x):
-            seen.append(private.is_autocast_to_half())
-            return x
-
-    Look(dtype=policy)(ops.convert_to_tensor(X))
-    assert seen[-1] == (policy != "float32")
+    in_a_call = seen_in_a_call(private.is_autocast_to_half, dtype=policy)
+    assert in_a_call == (policy != "float32")
     assert not private.is_autocast_to_half()
 
 
@@ -241,12 +239,12 @@ def test_a_cast_output_keeps_its_mask_and_logits():
     mask = ops.ones((2,), "bool")
     private.set_keras_mask(x, mask)
     cast = private.cast_output(x)
-    assert keras.backend.standardize_dtype(cast.dtype) == "float32"
+    assert dtype_of(cast) == "float32"
     assert private.get_keras_mask(cast) is mask
     if BACKEND == "tensorflow":
         probabilities = ops.softmax(x)
         logits = private.cast_output(probabilities)._keras_logits
-        assert keras.backend.standardize_dtype(logits.dtype) == "float32"
+        assert dtype_of(logits) == "float32"
         assert ops.convert_to_numpy(logits).tolist() == X.tolist()
 
 
@@ -259,10 +257,10 @@ def test_the_policy_of_a_layer_is_an_attribute():
 
 def test_a_layer_casts_its_inputs_unless_the_attribute_says_no():
     layer = layers.Identity(dtype="mixed_bfloat16")
-    assert keras.backend.standardize_dtype(layer(X).dtype) == "bfloat16"
+    assert dtype_of(layer(X)) == "bfloat16"
     setattr(layer, private.CONVERT_INPUTS, False)
     output = layer(ops.convert_to_tensor(X))
-    assert keras.backend.standardize_dtype(output.dtype) == "float32"
+    assert dtype_of(output) == "float32"
 
 
 def test_a_layer_lists_the_layers_that_it_is_made_of_parents_first():
@@ -280,13 +278,10 @@ def test_a_layer_lists_its_own_variables_without_those_of_its_children():
     layer(X)
     assert private.own_trainable(layer) == []
     assert [v is layer.gain for v in private.own_variables(layer)] == [True]
-
-
-def test_frozen_weights_are_among_a_layers_own():
-    layer = layers.Dense(1)
-    layer.build((None, 3))
-    layer.trainable = False
-    assert private.own_trainable(layer) == layer.weights
+    frozen = layers.Dense(1)
+    frozen.build((None, 3))
+    frozen.trainable = False
+    assert private.own_trainable(frozen) == frozen.weights
 
 
 def test_a_layer_builds_again():
@@ -339,19 +334,13 @@ def test_in_an_autocast_scope_of_none_an_embedding_is_read_as_it_is():
 def test_the_raw_value_keeps_its_dtype_in_an_autocast_scope():
     from keras_mp.policies.policy import MixedFloat16
 
-    seen = []
+    variable = keras.Variable(1.0)
 
-    class Look(layers.Layer):
-        def build(self, shape):
-            self.w = self.add_weight(shape=())
+    def look():
+        dtypes = variable.value.dtype, private.raw_value(variable).dtype
+        return [keras.backend.standardize_dtype(dtype) for dtype in dtypes]
 
-        def call(self, x):
-            dtypes = self.w.value.dtype, private.raw_value(self.w).dtype
-            seen.append([keras.backend.standardize_dtype(d) for d in dtypes])
-            return x
-
-    Look(dtype=MixedFloat16())(X)
-    assert seen == [["float16", "float32"]]
+    assert seen_in_a_call(look, dtype=MixedFloat16()) == ["float16", "float32"]
 
 
 def test_a_variable_is_given_another_tensor_as_it_is():
@@ -398,19 +387,13 @@ def test_a_graph_lists_its_calls_by_depth():
     assert [node.operation for node in depths[max(depths)]] == [model.layers[0]]
 
 
-def test_a_layer_knows_its_symbolic_calls():
+def test_a_layer_knows_its_symbolic_calls_and_a_tensor_its_operation():
     layer = layers.Dense(3)
-    a = layer(keras.Input((3,)))
-    layer(a)
+    first = layer(keras.Input((3,)))
+    second = layer(first)
     assert len(private.calls_of(layer)) == 2
-    assert private.calls_of(layer)[0].output_tensors[0] is a
-
-
-def test_a_symbolic_tensor_knows_its_operation():
-    layer = layers.Dense(3)
-    inputs = keras.Input((3,))
-    layer(inputs)
-    assert private.origin(layer(inputs)) == (layer, 1)
+    assert private.calls_of(layer)[0].output_tensors[0] is first
+    assert private.origin(second) == (layer, 1)
 
 
 def test_a_sequential_model_keeps_its_input_among_its_layers():
@@ -424,7 +407,7 @@ def test_a_sequential_model_keeps_its_input_among_its_layers():
 def test_a_model_is_built_from_one_batch_with_metrics_and_optimizer():
     model = keras.Sequential([layers.Dense(1)])
     model.compile("adam", "mse", metrics=["mae"])
-    private.build_from_batch(model, (X, np.ones((2, 1), "float32")))
+    private.build_from_batch(model, (X, Y))
     assert model.built and model.optimizer.built
     assert "mae" in [metric.name for metric in model.metrics[1].metrics]
 
@@ -440,12 +423,9 @@ def test_the_arguments_of_compile_are_kept_for_files():
 @pytest.mark.skipif(BACKEND != "jax", reason="`fit` passes its state round on JAX only")
 def test_the_state_of_fit_is_attached_and_detached():
     model = trained_model()
-    value = ops.ones_like(model.trainable_variables[0].value) * 7
+    first, *others = [v.value for v in model.trainable_variables]
     state = {
-        "trainable_variables": [
-            value,
-            *(v.value for v in model.trainable_variables[1:]),
-        ],
+        "trainable_variables": [ops.ones_like(first) * 7, *others],
         "non_trainable_variables": [],
         "optimizer_variables": [v.value for v in model.optimizer.variables],
         "metrics_variables": [v.value for v in model.metrics_variables],
@@ -458,30 +438,19 @@ def test_the_state_of_fit_is_attached_and_detached():
 
 def test_the_steps_of_an_optimizer_that_accumulates_are_counted_undivided():
     model = trained_model(keras.optimizers.SGD(gradient_accumulation_steps=2))
-    model.fit(X, np.ones((2, 1), "float32"), verbose=0)
+    model.fit(X, Y, verbose=0)
     assert int(ops.copy(private.applied_steps(model.optimizer).value)) == 2
     assert int(ops.copy(model.optimizer.iterations)) == 1
 
 
-def test_a_tracked_variable_is_one_of_the_optimizers():
-    optimizer, variable = keras.optimizers.SGD(), keras.Variable(0.0)
-    private.track(optimizer, variable)
-    assert any(v is variable for v in optimizer.variables)
-
-
-def test_an_unknown_variable_is_refused():
-    optimizer, known = keras.optimizers.SGD(), keras.Variable(0.0)
-    optimizer.build([known])
-    private.check_known(optimizer, [known])
+def test_an_optimizer_knows_its_variables_and_their_places_and_refuses_others():
+    optimizer, variables = built(keras.optimizers.SGD(), 0.0, 1.0)
+    assert [private.index_in(optimizer, v) for v in variables] == [0, 1]
+    private.check_known(optimizer, variables)
     with pytest.raises(ValueError, match="Unknown variable"):
         private.check_known(optimizer, [keras.Variable(0.0)])
-
-
-def test_an_optimizer_knows_the_place_of_a_variable():
-    optimizer = keras.optimizers.SGD()
-    variables = [keras.Variable(0.0), keras.Variable(1.0)]
-    optimizer.build(variables)
-    assert [private.index_in(optimizer, v) for v in variables] == [0, 1]
+    private.track(optimizer, another := keras.Variable(0.0))
+    assert any(v is another for v in optimizer.variables)
 
 
 def test_moving_averages_are_kept_in_the_order_of_the_variables():
@@ -498,8 +467,7 @@ def test_a_schedule_stays_a_schedule():
 
 @pytest.mark.skipif(BACKEND != "torch", reason="torch alone updates all at once")
 def test_an_update_step_takes_gradients_variables_and_a_rate():
-    optimizer, variable = keras.optimizers.Adam(), keras.Variable([1.0])
-    optimizer.build([variable])
+    optimizer, (variable,) = built(keras.optimizers.Adam(), [1.0])
     seen = []
     vars(optimizer)[private.UPDATE_STEP] = lambda *args: seen.append(args)
     gradient = ops.ones(1)
@@ -512,9 +480,8 @@ def test_an_update_step_takes_gradients_variables_and_a_rate():
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_adam_slots_are_its_moments(amsgrad):
-    optimizer = keras.optimizers.Adam(amsgrad=amsgrad)
-    variables = [keras.Variable([1.0]), keras.Variable([2.0, 3.0])]
-    optimizer.build(variables)
+    adam = keras.optimizers.Adam(amsgrad=amsgrad)
+    optimizer, variables = built(adam, [1.0], [2.0, 3.0])
     optimizer.apply([ops.ones(1), ops.ones(2)], variables)
     first, second, largest = private.adam_slots(optimizer, variables[::-1])
     assert [x.shape for x in first] == [(2,), (1,)]
@@ -535,7 +502,7 @@ def test_the_dtype_in_which_a_variable_is_read():
     variable = keras.Variable([1.0], dtype="bfloat16")
     for scope, dtype in ((None, "bfloat16"), ("float16", "float16")):
         with private.AutocastScope(scope):
-            read = keras.backend.standardize_dtype(variable.value.dtype)
+            read = dtype_of(variable.value)
             assert private.dtype_when_read(variable) == read == dtype
     assert private.dtype_when_read(variable) == "bfloat16"
 
@@ -548,7 +515,7 @@ def test_a_variable_becomes_one_of_another_dtype(deferred, set_dtype):
         assert private.stored_dtype(variable) == "bfloat16"
         set_dtype(variable, "float32")
     assert private.stored_dtype(variable) == variable.dtype == "float32"
-    assert keras.backend.standardize_dtype(variable.value.dtype) == "float32"
+    assert dtype_of(variable.value) == "float32"
     np.testing.assert_array_equal(variable, [1.0, 1.0])
     variable.assign([3.0, 4.0])
     np.testing.assert_array_equal(variable, [3.0, 4.0])
@@ -587,21 +554,16 @@ def test_a_wrapper_shares_the_count_of_updates():
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Nadam", "Lamb"])
 def test_plain_methods_write_by_assign(name):
     optimizer = getattr(keras.optimizers, name)(weight_decay=0.1)
-    variable = keras.Variable(np.ones((2, 3), "float32"))
-    optimizer.build([variable])
+    _, (variable,) = built(optimizer, np.ones((2, 3), "float32"))
     methods = private.plain_methods(optimizer)
     assert bool(methods) == (BACKEND != "jax")  # Which writes so anyway.
     vars(optimizer).update(methods)
-    with keras.StatelessScope() as scope:  # It notes what is assigned to.
-        with _no_grad():
-            optimizer.apply([ops.ones((2, 3))], [variable])
+    no_grad = contextlib.nullcontext()
+    if BACKEND == "torch":
+        import torch
+
+        no_grad = torch.no_grad()
+    with keras.StatelessScope() as scope, no_grad:  # It notes what is assigned to.
+        optimizer.apply([ops.ones((2, 3))], [variable])
     assert scope.get_current_value(variable) is not None
     np.testing.assert_array_equal(variable, np.ones((2, 3)))
-
-
-def _no_grad():
-    if BACKEND != "torch":
-        return contextlib.nullcontext()
-    import torch
-
-    return torch.no_grad()

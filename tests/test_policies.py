@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 from backends import native_softmax
 from products import products_of
+from test_conversion import computes, dtype_of
 
 import keras_mp
 from keras_mp.policies.hardware import Recommendation
 
 layers = keras.layers
 OURS = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+X = np.ones((1, 2), "float32")
+SEQUENCE = np.ones((1, 3, 2), "float32")
+
+
+def softmax_head(units=2, **options):
+    return layers.Dense(units, activation="softmax", **options)
 
 
 @pytest.fixture
@@ -47,11 +54,28 @@ def in_a_thread(function):
         return pool.submit(function).result()
 
 
+@pytest.fixture
+def recommend(monkeypatch):
+    """Makes the hardware recommend a policy, and says how often it is looked at."""
+
+    def recommend(name):
+        looks = []
+
+        def recommended_policy():
+            looks.append("look")
+            return Recommendation(name, "why", ())
+
+        policy = keras_mp.policies.policy
+        monkeypatch.setattr(policy, "recommended_policy", recommended_policy)
+        return looks
+
+    return recommend
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["mixed_float16", "auto"])
-def test_the_global_policy_holds_after_clear_session(name, monkeypatch):
-    found = Recommendation("mixed_bfloat16", "because", ())
-    monkeypatch.setattr(keras_mp.policies.policy, "recommended_policy", lambda: found)
+def test_the_global_policy_holds_after_clear_session(name, recommend):
+    recommend("mixed_bfloat16")
     keras_mp.set_global_policy(name)
     policy = keras_mp.global_policy()
     keras.utils.clear_session()
@@ -70,7 +94,7 @@ def test_the_global_policy_holds_in_threads_that_start_later(mixed_float16):
 
     model, policy = in_a_thread(trained)
     assert policy is keras_mp.global_policy()
-    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32"]
+    assert computes(model) == ["float16", "float32"]
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
 
@@ -136,14 +160,10 @@ def test_the_global_policy_may_be_the_name_of_a_float_dtype_or_a_policy_of_keras
 def test_an_unknown_policy_is_refused_and_leaves_everything_unchanged(name):
     before = keras_mp.MixedFloat16()
     keras_mp.set_global_policy(before)
-    with pytest.raises(
-        ValueError, match="`policy` must be 'float32'.*Received: policy="
-    ):
+    message = "`policy` must be 'float32'.*Received: policy="
+    with pytest.raises(ValueError, match=message):
         keras_mp.set_global_policy(name)
-    with (
-        pytest.raises(ValueError, match="Received: policy="),
-        keras_mp.policy_scope(name),
-    ):
+    with pytest.raises(ValueError, match=message), keras_mp.policy_scope(name):
         raise AssertionError("The block must not run.")
     assert keras_mp.global_policy() is before
 
@@ -176,9 +196,8 @@ def test_scopes_nest():
 
 def test_a_layer_keeps_the_policy_of_the_scope_it_was_created_in():
     with keras_mp.policy_scope("mixed_float16"):
-        half, head = layers.Dense(2), layers.Dense(2, activation="softmax")
-    x = np.ones((1, 2), "float32")
-    assert [dtype_of(half(x)), dtype_of(head(x))] == ["float16", "float32"]
+        half, head = layers.Dense(2), softmax_head()
+    assert [dtype_of(half(X)), dtype_of(head(X))] == ["float16", "float32"]
 
 
 def test_a_scope_also_decorates_a_function():
@@ -194,12 +213,8 @@ def test_a_scope_also_decorates_a_function():
 
 
 @pytest.mark.parametrize("name", ["float32", "mixed_float16", "mixed_bfloat16"])
-def test_auto_is_what_the_hardware_is_made_for(name, monkeypatch):
-    monkeypatch.setattr(
-        keras_mp.policies.policy,
-        "recommended_policy",
-        lambda: Recommendation(name, "why", ()),
-    )
+def test_auto_is_what_the_hardware_is_made_for(name, recommend):
+    recommend(name)
     keras_mp.set_global_policy("auto")
     assert keras_mp.global_policy().name == name
     assert type(keras_mp.Policy("auto")) is type(keras_mp.Policy(name))
@@ -210,16 +225,8 @@ def test_auto_is_what_the_hardware_is_made_for(name, monkeypatch):
 @pytest.mark.parametrize(
     "ask", [lambda: layers.Dense(1), keras_mp.uninstall], ids=["a layer", "uninstall"]
 )
-def test_auto_looks_for_devices_when_somebody_asks(ask, monkeypatch):
-    looks = []
-
-    def recommended_policy():
-        looks.append("look")
-        return Recommendation("mixed_bfloat16", "why", ())
-
-    monkeypatch.setattr(
-        keras_mp.policies.policy, "recommended_policy", recommended_policy
-    )
+def test_auto_looks_for_devices_when_somebody_asks(ask, recommend):
+    looks = recommend("mixed_bfloat16")
     keras_mp.set_global_policy("auto")
     with keras_mp.policy_scope("float32"):
         assert layers.Dense(1).compute_dtype == "float32"
@@ -248,25 +255,16 @@ def test_the_tf_keras_name_gives_the_classes():
 
 
 @pytest.mark.parametrize("policy", [keras_mp.MixedFloat16, keras_mp.MixedBFloat16])
-def test_the_classes_are_policies_of_keras_under_its_own_names(policy):
+def test_the_classes_are_policies_of_keras_and_any_layers_dtype(policy):
+    """Under Keras' own names, and under a float32 global policy."""
     policy = policy()
     assert isinstance(policy, keras.DTypePolicy)
-    assert policy.name in OURS
-    assert (policy.compute_dtype, policy.variable_dtype) == (
-        OURS[policy.name],
-        "float32",
-    )
-
-
-@pytest.mark.parametrize("policy", [keras_mp.MixedFloat16, keras_mp.MixedBFloat16])
-def test_a_policy_is_any_layers_dtype_under_a_float32_global_policy(policy):
-    half = layers.Dense(2, dtype=policy())
-    head = layers.Dense(2, activation="softmax", dtype=policy())
-    plain = layers.Dense(2)
-    x = np.ones((1, 2), "float32")
-    assert dtype_of(half(x)) == OURS[policy().name]
+    dtypes = policy.compute_dtype, policy.variable_dtype
+    assert dtypes == (OURS[policy.name], "float32")
+    half, head = layers.Dense(2, dtype=policy), softmax_head(dtype=policy)
+    assert dtype_of(half(X)) == OURS[policy.name]
     assert half.kernel.dtype == "float32"
-    assert dtype_of(head(x)) == dtype_of(plain(x)) == "float32"
+    assert dtype_of(head(X)) == dtype_of(layers.Dense(2)(X)) == "float32"
 
 
 def test_a_policy_survives_serialization():
@@ -312,7 +310,7 @@ class Net(keras.Model):
     def build(self, shape):
         self.decoder = Decoder(name="decoder")
         self.norm = layers.LayerNormalization(name="norm")
-        self.head = layers.Dense(3, activation="softmax", name="head")
+        self.head = softmax_head(3, name="head")
 
     def call(self, x):
         return self.head(self.norm(self.decoder(x)))
@@ -329,46 +327,30 @@ def net(float32):
     return model
 
 
-def test_without_exceptions_only_the_softmax_stays_in_float32():
-    assert net([]).dtypes() == ["float16"] * 3 + ["float32"]
+FULL, HALF = "float32", "float16"
+EXCEPTIONS = {
+    "none": ([], [HALF, HALF, HALF]),
+    "a class": ([layers.LayerNormalization], [HALF, HALF, FULL]),
+    "an expression of the path": (["net/decoder/.*"], [FULL, FULL, HALF]),
+    "no whole path": (["decoder", "decoder/.*", "net/nor"], [HALF, HALF, HALF]),
+    "a predicate": ([lambda x: x.name in ("late", "norm")], [HALF, FULL, FULL]),
+    # It takes all that it is made of with it.
+    "a layer of layers": ([Decoder], [FULL, FULL, HALF]),
+    "several": ([layers.LayerNormalization, r".*/ear\w+"], [FULL, HALF, FULL]),
+}
 
 
-def test_a_layer_class_stays_in_float32():
-    assert net([layers.LayerNormalization]).dtypes()[:3] == ["float16"] * 2 + [
-        "float32"
-    ]
-
-
-def test_a_regular_expression_of_a_layers_path_keeps_it_in_float32():
-    assert net(["net/decoder/.*"]).dtypes()[:3] == ["float32"] * 2 + ["float16"]
-
-
-def test_the_whole_path_must_match():
-    assert net(["decoder", "decoder/.*", "net/nor"]).dtypes()[:3] == ["float16"] * 3
-
-
-def test_a_predicate_keeps_layers_in_float32():
-    chosen = net([lambda layer: layer.name in ("late", "norm")]).dtypes()[:3]
-    assert chosen == ["float16", "float32", "float32"]
-
-
-def test_a_layer_of_layers_takes_all_that_it_is_made_of_with_it():
-    assert net([Decoder]).dtypes()[:3] == ["float32"] * 2 + ["float16"]
-
-
-def test_several_exceptions_add_up():
-    chosen = net([layers.LayerNormalization, r".*/ear\w+"]).dtypes()[:3]
-    assert chosen == ["float32", "float16", "float32"]
+@pytest.mark.parametrize("exception", EXCEPTIONS)
+def test_what_the_exceptions_say_stays_in_float32_and_the_softmax_does(exception):
+    float32, expected = EXCEPTIONS[exception]
+    assert net(float32).dtypes() == [*expected, FULL]
 
 
 def test_a_path_is_that_of_a_functional_layer_too(mixed_float16):
     keras_mp.set_global_policy(keras_mp.MixedFloat16(float32=["second"]))
-    x = keras.Input((2,))
-    first = layers.Dense(2, name="first")(x)
-    assert (first.dtype, layers.Dense(2, name="second")(first).dtype) == (
-        "float16",
-        "float32",
-    )
+    first = layers.Dense(2, name="first")(keras.Input((2,)))
+    assert first.dtype == "float16"
+    assert layers.Dense(2, name="second")(first).dtype == "float32"
 
 
 def test_what_stays_in_float32_holds_a_stock_policy_of_keras():
@@ -386,6 +368,7 @@ def test_what_stays_in_float32_holds_a_stock_policy_of_keras():
         ([3], TypeError, "must hold layer classes.*Received"),
         ([int], TypeError, "must hold layer classes.*Received"),
         ([None], TypeError, "must hold layer classes.*Received"),
+        ([layers.Dense(1)], TypeError, "must hold layer classes"),
         (["("], ValueError, "valid regular expressions.*Received"),
     ],
 )
@@ -394,9 +377,7 @@ def test_an_exception_that_cannot_be_understood_is_refused(float32, error, messa
         keras_mp.MixedFloat16(float32=float32)
 
 
-def test_a_layer_instance_is_no_exception_to_a_policy():
-    with pytest.raises(TypeError, match="must hold layer classes"):
-        keras_mp.MixedFloat16(float32=[layers.Dense(1)])
+def test_recompute_logits_is_a_bool():
     with pytest.raises(TypeError, match="`recompute_logits` .* recompute_logits=4"):
         keras_mp.MixedFloat16(recompute_logits=4)
 
@@ -409,7 +390,7 @@ def test_a_policy_of_another_name_is_refused():
 # Softmax --------------------------------------------------------------------------
 
 SOFTMAX_LAYERS = {
-    "Dense": lambda: layers.Dense(3, activation="softmax"),
+    "Dense": lambda: softmax_head(3),
     "Dense log": lambda: layers.Dense(3, activation="log_softmax"),
     "Dense function": lambda: layers.Dense(3, activation=keras.activations.softmax),
     "Dense keras.ops": lambda: layers.Dense(3, activation=keras.ops.log_softmax),
@@ -439,9 +420,9 @@ def test_a_softmax_computes_and_returns_float32(policy, make):
 
 
 def test_a_softmax_head_predicts_float32_in_functional_and_sequential(mixed_float16):
-    sequential = keras.Sequential([layers.Dense(3, activation="softmax")])
+    sequential = keras.Sequential([softmax_head(3)])
     inputs = keras.Input((2,))
-    functional = keras.Model(inputs, layers.Dense(3, activation="softmax")(inputs))
+    functional = keras.Model(inputs, softmax_head(3)(inputs))
     for model in (sequential, functional):
         assert model.predict(np.ones((2, 2), "float32"), verbose=0).dtype == "float32"
         assert model.outputs[0].dtype == "float32"
@@ -458,22 +439,8 @@ class Task(keras.Model):
         self.activation = keras.activations.get(activation)
 
 
-class Block(layers.Layer):
-    """A layer made of layers, with such an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = layers.Dense(8)
-        self.activation = keras.activations.softmax
-
-    def call(self, x):
-        return self.inner(x)
-
-
 @pytest.mark.parametrize("activation", ["softmax", None])
-def test_a_softmax_that_a_model_keeps_as_an_attribute_is_not_its_own(
-    activation,
-):
+def test_a_softmax_that_a_model_keeps_as_an_attribute_is_not_its_own(activation):
     half = "bfloat16" if keras.backend.backend() == "torch" else "float16"
     keras_mp.set_global_policy(f"mixed_{half}")
     model = Task(activation)
@@ -481,21 +448,28 @@ def test_a_softmax_that_a_model_keeps_as_an_attribute_is_not_its_own(
     model.compile("sgd", loss)
     x, y = np.ones((2, 4), "float32"), np.zeros((2,), "int32")
     model.fit(x, y, verbose=0)
-    dtypes = [layer.compute_dtype for layer in model.layers[1:]]
-    assert dtypes == [half, half, "float32"]
+    assert computes(model)[1:] == [half, half, "float32"]
     # Forward, for the kernel, and but for the first layer for its input.
     assert products_of(model, x, y) == {half: 5, "float32": 3}
 
 
 def test_a_softmax_that_a_layer_keeps_as_an_attribute_is_not_its_own(mixed_float16):
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.Dense(8)
+            self.activation = keras.activations.softmax
+
+        def call(self, x):
+            return self.inner(x)
+
     block = Block()
     assert dtype_of(block(np.ones((2, 3), "float32"))) == "float16"
     assert block.inner.compute_dtype == "float16"
 
 
 def test_a_softmax_built_lazily_in_a_subclassed_model_predicts_float32():
-    model = net([])
-    assert model.predict(np.ones((2, 2), "float32"), verbose=0).dtype == "float32"
+    assert net([]).predict(np.ones((2, 2), "float32"), verbose=0).dtype == "float32"
 
 
 def test_a_softmax_within_layers_is_found_wherever_it_is_built(mixed_float16):
@@ -508,7 +482,7 @@ def test_a_softmax_within_layers_is_found_wherever_it_is_built(mixed_float16):
 
     head = Head()
     # A layer returns what its call returns; Keras casts what comes in only.
-    assert dtype_of(head(np.ones((1, 2), "float32"))) == "float32"
+    assert dtype_of(head(X)) == "float32"
     assert head.inner.layers[0].compute_dtype == "float16"
 
 
@@ -531,84 +505,76 @@ def test_a_softmax_of_keras_applications_is_float32(mixed_float16):
 
 def test_an_attention_layer_keeps_its_own_softmax_in_its_own_precision(mixed_float16):
     attention = layers.MultiHeadAttention(1, 2)
-    x = np.ones((1, 3, 2), "float32")
-    assert dtype_of(attention(x, x)) == "float16"
+    assert dtype_of(attention(SEQUENCE, SEQUENCE)) == "float16"
 
 
 def test_a_recurrent_layer_with_softmax_computes_in_float32_to_its_cell(mixed_float16):
     layer = layers.SimpleRNN(2, activation="softmax")
-    assert dtype_of(layer(np.ones((1, 3, 2), "float32"))) == "float32"
+    assert dtype_of(layer(SEQUENCE)) == "float32"
     assert layer.cell.compute_dtype == "float32"
 
 
 @pytest.mark.parametrize("called", [False, True])
 def test_a_copy_of_a_softmax_layer_is_float32_too(mixed_float16, called):
-    head = layers.Dense(3, activation="softmax")
+    head = softmax_head(3)
     if called:
-        head(np.ones((1, 2), "float32"))
+        head(X)
     copy = layers.Dense.from_config(head.get_config())
-    assert dtype_of(copy(np.ones((1, 2), "float32"))) == "float32"
+    assert dtype_of(copy(X)) == "float32"
 
 
 def test_a_softmax_within_a_wrapper_is_float32(mixed_float16):
-    layer = layers.TimeDistributed(layers.Dense(2, activation="softmax"))
-    inputs = keras.Input((3, 2))
-    assert layer(inputs).dtype == "float32"
-    assert dtype_of(layer(np.ones((1, 3, 2), "float32"))) == "float32"
+    layer = layers.TimeDistributed(softmax_head())
+    assert layer(keras.Input((3, 2))).dtype == "float32"
+    assert dtype_of(layer(SEQUENCE)) == "float32"
 
 
 def test_a_bidirectional_layer_copies_its_layer_and_not_a_policy_of_ours(mixed_float16):
     layer = layers.Bidirectional(layers.SimpleRNN(2, activation="softmax"))
-    layer(np.ones((1, 3, 2), "float32"))
+    layer(SEQUENCE)
     cells = [layer.forward_layer.cell, layer.backward_layer.cell]
     assert [cell.compute_dtype for cell in cells] == ["float32", "float32"]
 
 
 def test_the_head_of_a_cloned_model_is_float32_too(mixed_float16):
-    model = keras.Sequential([layers.Dense(2), layers.Dense(3, activation="softmax")])
+    model = keras.Sequential([layers.Dense(2), softmax_head(3)])
     clone = keras.models.clone_model(model)
-    clone(np.ones((1, 2), "float32"))
-    assert [layer.compute_dtype for layer in clone.layers] == ["float16", "float32"]
+    clone(X)
+    assert computes(clone) == ["float16", "float32"]
 
 
 # What the user said ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16", "float32"],
+    "dtype", ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16", "float32"]
 )
 @pytest.mark.parametrize("as_object", [False, True])
 def test_what_the_user_said_for_a_layer_always_wins(mixed_float16, dtype, as_object):
     said = keras.DTypePolicy(dtype) if as_object else dtype
-    model = keras.Sequential(
-        [
-            keras.Input((2,)),
-            layers.Dense(2, dtype=said),
-            layers.Dense(2, activation="softmax", dtype=said),
-            layers.Activation("softmax", dtype=said),
-        ]
-    )
-    model(np.ones((1, 2), "float32"))
+    softmax = layers.Activation("softmax", dtype=said)
+    stack = layers.Dense(2, dtype=said), softmax_head(dtype=said), softmax
+    model = keras.Sequential([keras.Input((2,)), *stack])
+    model(X)
     model.compile("sgd", "mse")
     expected = keras.DTypePolicy(dtype).compute_dtype
-    assert [layer.compute_dtype for layer in model.layers] == [expected] * 3
+    assert computes(model) == [expected] * 3
     assert model.outputs[0].dtype == expected
 
 
 def test_a_policy_that_the_user_sets_on_a_live_layer_wins(mixed_float16):
-    head = layers.Dense(2, activation="softmax")
-    head(np.ones((1, 2), "float32"))
+    head = softmax_head()
+    head(X)
     head.dtype_policy = "mixed_float16"
-    assert dtype_of(head(np.ones((1, 2), "float32"))) == "float16"
+    assert dtype_of(head(X)) == "float16"
 
 
 def test_an_entry_of_a_policy_map_wins(mixed_float16):
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
     policies["head"] = "mixed_bfloat16"
-    head = layers.Dense(2, activation="softmax", name="head", dtype=policies)
+    head = softmax_head(name="head", dtype=policies)
     head.build((1, 2))  # A map is asked by the path, which a layer has from here on.
-    assert dtype_of(head(np.ones((1, 2), "float32"))) == "bfloat16"
+    assert dtype_of(head(X)) == "bfloat16"
 
 
 @pytest.mark.parametrize("where", ["global", "default", "entry"])
@@ -620,17 +586,17 @@ def test_a_policy_of_ours_chooses_within_a_policy_map_too(where):
     if where == "entry":
         policies[".*(head|dense)"] = keras_mp.MixedFloat16()
     dense = layers.Dense(2, name="dense", dtype=policies)
-    head = layers.Dense(2, activation="softmax", name="head", dtype=policies)
+    head = softmax_head(name="head", dtype=policies)
     model = keras.Sequential([keras.Input((2,)), dense, head])
     assert (dense.compute_dtype, head.compute_dtype) == ("float16", "float32")
     assert model.outputs[0].dtype == "float32"
-    assert dtype_of(model(np.ones((1, 2), "float32"))) == "float32"
+    assert dtype_of(model(X)) == "float32"
 
 
 def test_policies_of_keras_itself_choose_nothing():
     keras.config.set_dtype_policy("mixed_float16")
-    head = layers.Dense(2, activation="softmax")
-    assert dtype_of(head(np.ones((1, 2), "float32"))) == "float16"
+    head = softmax_head()
+    assert dtype_of(head(X)) == "float16"
 
 
 def test_autocast_and_masks_are_left_as_keras_has_them(mixed_float16):
@@ -638,10 +604,6 @@ def test_autocast_and_masks_are_left_as_keras_has_them(mixed_float16):
     tokens = np.array([[1, 2, 0]], "int32")
     assert dtype_of(embedding(tokens)) == "float16"
     assert np.array(embedding.compute_mask(tokens)).tolist() == [[True, True, False]]
-
-
-def dtype_of(tensor):
-    return keras.backend.standardize_dtype(tensor.dtype)
 
 
 def test_a_layer_that_forgot_super_gets_the_sentence_of_keras():
@@ -653,7 +615,7 @@ def test_a_layer_that_forgot_super_gets_the_sentence_of_keras():
             return x
 
     with pytest.raises(RuntimeError, match="forgot to call `?super"):
-        Forgetful()(np.ones((1, 2), "float32"))
+        Forgetful()(X)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from backends import BACKEND, same_bits, values
-from test_conversion import dtype_of, dtypes_within
+from test_conversion import computes, dtype_of, dtypes_within
 
 import keras_mp
 
@@ -20,18 +20,16 @@ Y = np.ones((8, 2), "float32")
 
 
 def small(**options):
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            layers.Dense(4, activation="relu", name="hidden", **options),
-            layers.Dense(2, name="head", **options),
-        ],
-        name="small",
-    )
+    hidden = layers.Dense(4, activation="relu", name="hidden", **options)
+    head = layers.Dense(2, name="head", **options)
+    return keras.Sequential([keras.Input((5,)), hidden, head], name="small")
 
 
-def computes(model):
-    return [layer.compute_dtype for layer in model.layers]
+def computed_in(model):
+    """What the first layer really returns."""
+    with dtypes_within(model) as seen:
+        model(X)
+    return seen[id(model.layers[0])]
 
 
 def trains(model):
@@ -56,29 +54,31 @@ MAPS = {
 }
 
 
-def model_under(policy, how):
+def model_under(policy, how, build=small):
     if how == "global":
         with keras_mp.policy_scope(policy):
-            return small()
+            return build()
     if how == "per layer":
-        return small(dtype=policy)
-    return keras_mp.convert(small(), policy)
+        return build(dtype=policy)
+    return keras_mp.convert(build(), policy)
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("how", ["global", "per layer", "converted"])
+every_map = pytest.mark.parametrize("name", MAPS)
+every_way = pytest.mark.parametrize("how", ["global", "per layer", "converted"])
+
+
+@every_map
+@every_way
 def test_a_map_says_by_its_paths_what_layers_compute_in(how, name):
     model = model_under(MAPS[name](), how)
-    with dtypes_within(model) as seen:
-        model(X)
-    assert computes(model)[0] == seen[id(model.layers[0])] == "float16"
+    assert computes(model)[0] == computed_in(model) == "float16"
     assert trains(model)
     assert computes(model) == ["float16", "float32"]
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("how", ["global", "per layer", "converted"])
+@every_map
+@every_way
 def test_files_of_a_map_hold_stock_policies(how, name, tmp_path):
     model = model_under(MAPS[name](), how)
     want = model.predict(X, verbose=0)
@@ -95,10 +95,7 @@ def test_files_of_a_map_hold_stock_policies(how, name, tmp_path):
 
 
 def test_a_file_of_a_map_of_ours_opens_where_keras_mp_is_missing(tmp_path):
-    with keras_mp.policy_scope(
-        Map(keras_mp.MixedFloat16(), {"small/head": keras.DTypePolicy("float32")})
-    ):
-        model = small()
+    model = model_under(MAPS["entry float32"](), "global")
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "model.keras")
@@ -183,9 +180,7 @@ def test_lora_is_enabled_before_a_conversion_and_after_it(when):
     frozen = values([model.layers[0]._kernel])
     assert trains(model)
     assert same_bits(frozen, values([model.layers[0]._kernel]))
-    with dtypes_within(model) as seen:
-        model(X)
-    assert seen[id(model.layers[0])] == "float16"
+    assert computed_in(model) == "float16"
     keras_mp.convert(model, "float32")
     assert dtype_of(model.layers[0](X)) == "float32"
 
@@ -195,12 +190,9 @@ def test_lora_is_enabled_before_a_conversion_and_after_it(when):
 
 @pytest.mark.parametrize("how", ["converted", "global"])
 def test_a_clone_computes_as_its_model_does(how):
+    model = model_under("mixed_float16", how)
     if how == "global":
-        with keras_mp.policy_scope("mixed_float16"):
-            model = small()
-            model(X)
-    else:
-        model = keras_mp.convert(small(), "mixed_float16")
+        model(X)
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     assert same_bits([model.predict(X, verbose=0)], [clone.predict(X, verbose=0)])
@@ -225,8 +217,7 @@ def test_a_model_is_made_of_its_json():
 def test_a_remat_scope_leaves_the_precision_alone():
     with keras.RematScope(mode="full"):
         plain = small()
-        with keras_mp.policy_scope("mixed_float16"):
-            half = small()
+        half = model_under("mixed_float16", "global")
         keras_mp.convert(plain, "mixed_float16")
     for model in (plain, half):
         assert trains(model)
@@ -306,27 +297,19 @@ class AddsLoss(layers.Layer):
 @pytest.mark.parametrize("how", ["global", "converted"])
 def test_losses_that_half_layers_add_are_summed_in_float32(how, policy):
     def build():
+        regular = layers.Dense(4, activity_regularizer="l2")
+        activity = layers.ActivityRegularization(l1=0.01)
+        head = layers.Dense(2, kernel_regularizer="l2")
         return keras.Sequential(
-            [
-                keras.Input((5,)),
-                layers.Dense(4, activity_regularizer="l2"),
-                AddsLoss(),
-                layers.ActivityRegularization(l1=0.01),
-                layers.Dense(2, kernel_regularizer="l2"),
-            ]
+            [keras.Input((5,)), regular, AddsLoss(), activity, head]
         )
 
-    if how == "global":
-        with keras_mp.policy_scope(policy):
-            model = build()
-    else:
-        model = keras_mp.convert(build(), policy)
+    model = model_under(policy, how, build)
     full = build()
     full.set_weights(model.get_weights())
     assert trains(model)
-    assert {dtype_of(loss) for loss in model.losses if hasattr(loss, "dtype")} == {
-        "float32"
-    }
+    losses = [loss for loss in model.losses if hasattr(loss, "dtype")]
+    assert {dtype_of(loss) for loss in losses} == {"float32"}
     model.set_weights(full.get_weights())
     full.compile("sgd", "mse")
     want, got = (m.evaluate(X, Y, verbose=0) for m in (full, model))

@@ -11,12 +11,16 @@ import keras
 import numpy as np
 import pytest
 from backends import values
+from test_conversion import computes
 
 import keras_mp
 from keras_mp import LossScaleOptimizer
 
 layers = keras.layers
 
+any_policy = pytest.mark.parametrize(
+    "policy", ["float32", "mixed_bfloat16", "mixed_float16"]
+)
 RNG = np.random.default_rng(0)
 X = RNG.normal(scale=0.5, size=(24, 3)).astype("float32")
 Y = (X @ np.array([[0.5], [-0.5], [0.25]], "float32")).astype("float32")
@@ -47,14 +51,11 @@ def reopened(model, path, **kwargs):
     return keras.models.load_model(path, **kwargs)
 
 
+COUNTERS = "loss_scale step_counter skipped_steps consecutive_skips iterations".split()
+
+
 def state(model):
-    return {
-        "loss_scale": float(model.optimizer.loss_scale),
-        "finite steps": int(model.optimizer.step_counter),
-        "skipped_steps": int(model.optimizer.skipped_steps),
-        "consecutive_skips": int(model.optimizer.consecutive_skips),
-        "iterations": int(model.optimizer.iterations),
-    }
+    return {name: float(getattr(model.optimizer, name)) for name in COUNTERS}
 
 
 def assert_same(model, other):
@@ -117,7 +118,7 @@ def test_a_keras_file_keeps_scale_counters_and_inner_optimizer(tmp_path):
     assert type(again.optimizer) is LossScaleOptimizer
     assert state(model) == {
         "loss_scale": 2.0**14,
-        "finite steps": 1,
+        "step_counter": 1,
         "skipped_steps": 1,
         "consecutive_skips": 0,
         "iterations": 2,
@@ -133,12 +134,16 @@ def test_a_file_saved_in_the_middle_of_skips_remembers_them(tmp_path):
     assert_same(again, model)
 
 
+def with_weights_of(model, path, again):
+    model.save_weights(path)
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(path)
+    return again
+
+
 def test_a_weights_file_keeps_scale_counters_and_inner_optimizer(tmp_path):
     model = train(regression())
-    model.save_weights(tmp_path / "model.weights.h5")
-    again = regression()
-    again.optimizer.build(again.trainable_variables)
-    again.load_weights(tmp_path / "model.weights.h5")
+    again = with_weights_of(model, tmp_path / "model.weights.h5", regression())
     assert_same(again, model)
 
 
@@ -155,52 +160,49 @@ def test_a_model_that_was_never_trained_can_be_reopened(tmp_path):
     assert_same(again, train(regression()))
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@any_policy
 def test_reopened_under_any_global_policy_it_trains_on_as_if_never_closed(
     tmp_path, policy
 ):
     model = train(regression())
     keras_mp.set_global_policy(policy)
     again = reopened(model, tmp_path / "model.keras")
-    assert [x.compute_dtype for x in again.layers] == ["float16", "float32"]
+    assert computes(again) == ["float16", "float32"]
     assert again.outputs[0].dtype == "float32"
     assert_same(train(again), train(model))
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@any_policy
 def test_a_float32_model_stays_one_under_any_global_policy(tmp_path, policy):
     model = train(regression("float32"), steps=1)
     keras_mp.set_global_policy(policy)
     again = reopened(model, tmp_path / "model.keras")
-    assert [x.compute_dtype for x in again.layers] == ["float32", "float32"]
+    assert computes(again) == ["float32", "float32"]
     assert isinstance(again.optimizer, keras.optimizers.Adam)
     assert_same_values(
         values(again.optimizer.variables), values(model.optimizer.variables)
     )
 
 
+def names(model):
+    return [layer.dtype_policy.name for layer in model.layers]
+
+
 def test_what_was_said_for_a_layer_is_still_so(tmp_path):
     with keras_mp.policy_scope(keras_mp.MixedFloat16(float32=[layers.Dense])):
-        model = keras.Sequential(
-            [
-                keras.Input((3,)),
-                layers.Dense(2),
-                layers.Activation("tanh"),
-                layers.Dense(1, dtype="mixed_float16"),
-            ]
-        )
+        stack = layers.Dense(2), layers.Activation("tanh")
+        last = layers.Dense(1, dtype="mixed_float16")
+        model = keras.Sequential([keras.Input((3,)), *stack, last])
     model.compile("sgd", "mse")
-    chosen = [layer.dtype_policy.name for layer in model.layers]
+    chosen = names(model)
     assert chosen == ["float32", "mixed_float16", "mixed_float16"]
     again = reopened(model, tmp_path / "model.keras")
-    assert [layer.dtype_policy.name for layer in again.layers] == chosen
+    assert names(again) == chosen
     keras_mp.set_global_policy("mixed_float16")
-    assert [
-        x.dtype_policy.name for x in keras.models.clone_model(again).layers
-    ] == chosen
+    assert names(keras.models.clone_model(again)) == chosen
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@any_policy
 def test_a_subclassed_model_trains_on_under_any_global_policy(tmp_path, policy):
     with keras_mp.policy_scope("mixed_float16"):
         model = Net()  # noqa: F821
@@ -223,10 +225,11 @@ def test_auto_scale_loss_false_is_kept(tmp_path):
     model = regression(auto_scale_loss=False)
     model.train_on_batch(X[:8], Y[:8])
     again = reopened(model, tmp_path / "model.keras")
-    assert isinstance(again.optimizer, keras.optimizers.Adam)
+    adam = again.optimizer
+    assert isinstance(adam, keras.optimizers.Adam)
     again.train_on_batch(X[:8], Y[:8])
-    assert isinstance(again.optimizer, keras.optimizers.Adam)
-    assert int(again.optimizer.iterations) == 2
+    assert again.optimizer is adam
+    assert int(adam.iterations) == 2
     twice = reopened(again, tmp_path / "again.keras")
     assert isinstance(twice.optimizer, keras.optimizers.Adam)
 
@@ -287,33 +290,31 @@ def test_a_static_scale_survives(tmp_path):
 
 
 def test_the_wrapper_of_keras_stays_the_wrapper_of_keras(tmp_path):
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(), initial_scale=64.0
-    )
-    model = regression(optimizer=optimizer)
+    adam = keras.optimizers.Adam()
+    theirs = keras.optimizers.LossScaleOptimizer(adam, initial_scale=64.0)
+    model = regression(optimizer=theirs)
     model.train_on_batch(X[:8], Y[:8])
     again = reopened(model, tmp_path / "model.keras")
     assert type(again.optimizer) is keras.optimizers.LossScaleOptimizer
     assert float(again.optimizer.dynamic_scale) == 64.0
 
 
+def fit(model, callback):
+    model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, callbacks=[callback])
+    return model
+
+
 def test_a_model_checkpoint_of_fit_resumes(tmp_path):
     path = tmp_path / "best.keras"
-    model = regression()
-    saver = keras.callbacks.ModelCheckpoint(path)
-    model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, callbacks=[saver])
+    model = fit(regression(), keras.callbacks.ModelCheckpoint(path))
     assert_same(keras.models.load_model(path), model)
 
 
 def test_backup_and_restore_brings_the_scale_back(tmp_path):
-    model = train(regression())
-    backup = keras.callbacks.BackupAndRestore(
-        tmp_path / "backup", delete_checkpoint=False
-    )
-    model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, callbacks=[backup])
-    again = regression()
-    again.fit(X, Y, batch_size=8, verbose=0, shuffle=False, callbacks=[backup])
-    assert_same(again, model)
+    folder = tmp_path / "backup"
+    backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    model = fit(train(regression()), backup)
+    assert_same(fit(regression(), backup), model)
 
 
 # A checkpoint saved before the optimizer was scaled, and one of another net -------
@@ -321,10 +322,7 @@ def test_backup_and_restore_brings_the_scale_back(tmp_path):
 
 def test_a_file_of_float32_training_starts_a_scale_and_keeps_the_moments(tmp_path):
     model = train(regression("float32"), steps=1)
-    model.save_weights(tmp_path / "model.weights.h5")
-    again = regression("mixed_float16")
-    again.optimizer.build(again.trainable_variables)
-    again.load_weights(tmp_path / "model.weights.h5")
+    again = with_weights_of(model, tmp_path / "model.weights.h5", regression())
     inner = again.optimizer.inner_optimizer
     assert_same_values(values(inner.variables), values(model.optimizer.variables))
     assert state(again)["loss_scale"] == 2.0**15
@@ -350,30 +348,27 @@ def sequence():
     return keras.Model(inputs, layers.TimeDistributed(layers.Dense(2))(x))
 
 
-def unbuilt_sequential():
-    return keras.Sequential([layers.Dense(2), layers.Dense(3, activation="softmax")])
+def classifier(*inputs):
+    softmax = layers.Dense(3, activation="softmax")
+    return keras.Sequential([*inputs, layers.Dense(2), softmax])
 
 
 def policies_per_layer():
     ours = keras_mp.MixedFloat16(float32=[layers.LayerNormalization])
-    return keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(2, dtype=keras_mp.MixedBFloat16()),
-            layers.LayerNormalization(dtype=ours),
-            Block(dtype=ours),  # noqa: F821
-            layers.Dense(3, activation="softmax", dtype=ours),
-        ]
-    )
+    stack = [
+        layers.Dense(2, dtype=keras_mp.MixedBFloat16()),
+        layers.LayerNormalization(dtype=ours),
+        Block(dtype=ours),  # noqa: F821
+        layers.Dense(3, activation="softmax", dtype=ours),
+    ]
+    return keras.Sequential([keras.Input((3,)), *stack])
 
 
 BUILDERS = {
     "functional": functional,
     "sequence": sequence,
-    "sequential": lambda: keras.Sequential(
-        [keras.Input((3,)), layers.Dense(2), layers.Dense(3, activation="softmax")]
-    ),
-    "unbuilt_sequential": unbuilt_sequential,
+    "sequential": lambda: classifier(keras.Input((3,))),
+    "unbuilt_sequential": classifier,
     "policies_per_layer": policies_per_layer,
     "net": lambda: Net(),  # noqa: F821
 }
@@ -461,10 +456,12 @@ def opened_without(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "fate"), CASES)
-def test_a_saved_model_opens_and_predicts_the_same_without_keras_mp(
+def test_a_saved_model_names_nothing_of_ours_and_predicts_the_same_without_us(
     opened_without, name, fate
 ):
     models, errors, folder = opened_without
+    with zipfile.ZipFile(folder / f"{name}.{fate}.keras") as file:
+        assert "keras_mp" not in file.read("config.json").decode()
     assert errors[f"{name}.{fate}"] == ""
     model = models[f"{name}.{fate}"]
     if not model.built:
@@ -490,13 +487,6 @@ def test_a_model_compiled_with_a_name_even_opens_compiled_without_keras_mp(
 ):
     # Keras' own compile went by the name of the global policy there, float32.
     assert opened_without[1]["opened compiled"] == "Adam"
-
-
-@pytest.mark.parametrize(("name", "fate"), CASES)
-def test_no_name_of_ours_is_in_a_saved_model(opened_without, name, fate):
-    folder = opened_without[2]
-    with zipfile.ZipFile(folder / f"{name}.{fate}.keras") as file:
-        assert "keras_mp" not in file.read("config.json").decode()
 
 
 # From Keras without keras_mp ------------------------------------------------------
@@ -538,7 +528,7 @@ def assert_resumes(model, folder):
     assert type(model.optimizer) is LossScaleOptimizer
     assert state(model) == {
         "loss_scale": 512.0,
-        "finite steps": int(np.load(folder / "finite_steps.npy")),
+        "step_counter": int(np.load(folder / "finite_steps.npy")),
         "skipped_steps": 0,
         "consecutive_skips": 0,
         "iterations": 3,
@@ -551,11 +541,11 @@ def assert_resumes(model, folder):
     assert state(model)["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@any_policy
 def test_a_model_that_keras_itself_scaled_resumes_in_ours(theirs, policy):
     keras_mp.set_global_policy(policy)
     model = keras.models.load_model(theirs / "theirs.keras")
-    assert [x.compute_dtype for x in model.layers] == ["float16", "float16"]
+    assert computes(model) == ["float16", "float16"]
     assert_resumes(model, theirs)
 
 
