@@ -117,9 +117,9 @@ def arrays(folder):
         return dict(found)
 
 
-def caught(folder, model, *args, **options):
+def caught(folder, model, data=AT_ONCE, **options):
     """Fits a model whose first step is to be saved, and returns what was saved."""
-    fit(model, OverflowBreakpoint(folder, skips=1), *args, **options)
+    fit(model, OverflowBreakpoint(folder, skips=1), x=data[0], y=data[1], **options)
     return facts(folder)
 
 
@@ -129,13 +129,19 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def no_diagnosis(monkeypatch):
-    """For tests that do not look at it: it is most of the work."""
-    for module in (skipped_step, replay_module):
-        monkeypatch.setattr(module, "diagnosed", lambda *args: "There is none.")
+def diagnosis():
+    """For tests that look at it."""
 
 
-undiagnosed = pytest.mark.usefixtures("no_diagnosis")
+with_diagnosis = pytest.mark.usefixtures("diagnosis")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(request, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
+    if "diagnosis" not in request.fixturenames:  # It is most of the work.
+        for module in (skipped_step, replay_module):
+            monkeypatch.setattr(module, "diagnosed", lambda *args: "There is none.")
 
 
 # Which step --------------------------------------------------------------------------
@@ -149,6 +155,7 @@ class Kept(keras.callbacks.Callback):
             self.state = state_of(self.model)
 
 
+@with_diagnosis
 @every_way
 def test_the_nth_skip_in_a_row_is_saved_and_nothing_else_changes(way, folder):
     # Steps before it, in the same call of the train function and another, and after it.
@@ -176,14 +183,12 @@ def test_the_nth_skip_in_a_row_is_saved_and_nothing_else_changes(way, folder):
     assert (folder / "diagnosis.json").exists()
 
 
-@undiagnosed
 def test_skips_that_are_not_in_a_row_are_not_saved(folder):
     x, y = data(poisoned=(0, 1, 3, 4))
     fit(build(), OverflowBreakpoint(folder, skips=3), x=x, y=y)
     assert not folder.exists()
 
 
-@undiagnosed
 def test_skips_in_a_row_go_on_in_the_next_epoch_and_the_epoch_is_reported(folder):
     x, y = data(poisoned=(0, 3), batches=4)
     fit(build(), OverflowBreakpoint(folder, skips=2), x=x, y=y, epochs=3)
@@ -192,7 +197,6 @@ def test_skips_in_a_row_go_on_in_the_next_epoch_and_the_epoch_is_reported(folder
     assert same_bits([arrays(folder)["x"]], [x[of(0)]])
 
 
-@undiagnosed
 @pytest.mark.parametrize("skips", [1, 3])
 def test_a_run_that_is_resumed_goes_on_counting(skips, folder, tmp_path):
     x, y = data(poisoned=(0, 1))
@@ -205,19 +209,16 @@ def test_a_run_that_is_resumed_goes_on_counting(skips, folder, tmp_path):
     assert (saved["step"], saved["skips"], saved["loss_scale"]) == (3, 3, SCALE / 4)
 
 
-@undiagnosed
 def test_a_model_that_its_first_step_builds_is_saved_at_that_step(folder):
     with keras_mp.policy_scope("mixed_float16"):
         model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
     model.compile("sgd", "mse", **EAGER)
-    x, y = AT_ONCE
-    assert caught(folder, model, x=x, y=y)["loss_scale"] == 2.0**15
+    assert caught(folder, model)["loss_scale"] == 2.0**15
     opened = keras.models.load_model(folder / "model.keras")
     assert int(opened.optimizer.skipped_steps) == 0
     assert replay(folder).not_finite
 
 
-@undiagnosed
 def test_it_is_saved_once_in_each_fit_with_one_line(folder, capsys):
     model, watch = build(), OverflowBreakpoint(folder, skips=1)
     fit(model, watch, epochs=2)
@@ -242,7 +243,6 @@ def test_an_optimizer_that_does_not_scale_is_left_alone(policy, folder):
     assert not folder.exists()
 
 
-@undiagnosed
 def test_it_is_saved_before_the_training_ends_as_diverged(folder):
     model = build()
     model.compile(keras_mp.LossScaleOptimizer("sgd", SCALE, max_consecutive_skips=2))
@@ -252,7 +252,6 @@ def test_it_is_saved_before_the_training_ends_as_diverged(folder):
     assert facts(folder)["step"] == 3
 
 
-@undiagnosed
 def test_other_callbacks_stand_beside_it(folder, tmp_path):
     monitor = keras_mp.callbacks.LossScaleMonitor()
     checkpoint = keras.callbacks.ModelCheckpoint(
@@ -347,7 +346,6 @@ def kinds_of_data():
 KINDS = list(kinds_of_data())
 
 
-@undiagnosed
 @pytest.mark.parametrize("kind", KINDS, ids=[kind[0] for kind in KINDS])
 def test_every_kind_of_data_is_saved_and_replayed(kind, folder):
     _, make, options, expected = kind
@@ -366,7 +364,6 @@ def not_finite(model):
     return [v.path for v in model.trainable_variables if v.path in reported]
 
 
-@undiagnosed
 def test_class_weights_are_saved_as_the_sample_weights_that_they_are(folder):
     with keras_mp.policy_scope("mixed_float16"):
         model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
@@ -374,11 +371,10 @@ def test_class_weights_are_saved_as_the_sample_weights_that_they_are(folder):
     optimizer = keras_mp.LossScaleOptimizer("sgd", 2.0**24, retake_steps=0)
     model.compile(optimizer, loss, **EAGER)
     x, y = AT_ONCE[0], np.arange(SIZE) % 2
-    caught(folder, model, x=x, y=y, class_weight={0: 1.0, 1: 3.0})
+    caught(folder, model, (x, y), class_weight={0: 1.0, 1: 3.0})
     assert arrays(folder)["sample_weight"].tolist() == [1.0, 3.0, 1.0, 3.0]
 
 
-@undiagnosed
 def test_a_train_step_of_the_users_gets_the_batch_in_the_form_that_it_wants(folder):
     # It says `x, y = data`, and would not take three parts.
     with keras_mp.policy_scope("mixed_float16"):
@@ -386,8 +382,7 @@ def test_a_train_step_of_the_users_gets_the_batch_in_the_form_that_it_wants(fold
         x = layers.Dense(4, name="hidden")(inputs)
         model = scaling_model()(inputs, layers.Dense(2, name="head")(x))
     model.compile("sgd", "mse", **EAGER)
-    x, y = AT_ONCE
-    assert caught(folder, model, x=x, y=y)["model"] == "model.keras"
+    assert caught(folder, model)["model"] == "model.keras"
     again = replay(folder, custom_objects={"CustomModel": type(model)})
     assert list(again.not_finite) == not_finite(model)
 
@@ -449,10 +444,11 @@ class Some(layers.Layer):
         return x * ops.cast(ops.sum(self.dropout(loud, training=training)), x.dtype)
 
 
+@with_diagnosis
 @pytest.mark.parametrize("seed", [None, 7])
 def test_random_layers_draw_the_same_again(seed, folder):
     model = build([lambda: Some(seed, name="some")])
-    saved = caught(folder, model, x=X[of(0)], y=Y[of(0)])
+    saved = caught(folder, model, (X[of(0)], Y[of(0)]))
     assert 0 < len([path for path in saved["not_finite"] if "part" in path]) < 16
     keras.utils.set_random_seed(3)
     again = replay(folder)
@@ -462,6 +458,7 @@ def test_random_layers_draw_the_same_again(seed, folder):
     assert ranges == [t["histogram"] for t in diagnosis["tensors"]]
 
 
+@with_diagnosis
 def test_it_judges_at_the_scale_at_which_it_overflowed_and_says_what_happens(folder):
     model = build()
     fit(model, OverflowBreakpoint(folder))
@@ -481,7 +478,6 @@ def test_it_judges_at_the_scale_at_which_it_overflowed_and_says_what_happens(fol
     assert "<svg" in (folder / "diagnosis.html").read_text()
 
 
-@undiagnosed
 def test_a_step_that_does_not_overflow_here_is_said_to_be_fine(saved):
     change(saved, loss_scale=2.0**-20)
     again = replay(saved)
@@ -494,6 +490,7 @@ def change(folder, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+@with_diagnosis
 def test_without_a_diagnosis_the_rest_is_saved_and_the_reason(folder, monkeypatch):
     def diagnose(*args):
         raise RuntimeError("out of memory")
@@ -533,13 +530,11 @@ def build_lambda():
     return build([lambda: layers.Lambda(lambda x: x * 2, name="twice")])
 
 
-@undiagnosed
 @pytest.mark.parametrize("make", [build_own, build_lambda])
 def test_of_a_model_that_no_file_can_hold_the_weights_are_saved(make, folder, capsys):
     model = make()
-    x, y = AT_ONCE
-    model.fit(x, y, verbose=0)  # Skipped, and it is built.
-    saved = caught(folder, model, x=x, y=y)
+    model.fit(*AT_ONCE, verbose=0)  # Skipped, and it is built.
+    saved = caught(folder, model)
     assert "model.keras" not in os.listdir(folder)
     line = " ".join(capsys.readouterr().out.split())
     assert f"keras-mp replay {folder} --script SCRIPT" in line and "`build()`" in line
@@ -549,7 +544,6 @@ def test_of_a_model_that_no_file_can_hold_the_weights_are_saved(make, folder, ca
     assert again.not_finite == saved["not_finite"] != {}
 
 
-@undiagnosed
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -560,8 +554,7 @@ def test_of_a_model_that_no_file_can_hold_the_weights_are_saved(make, folder, ca
     ],
 )
 def test_a_build_of_another_model_is_refused(make, words, folder):
-    x, y = AT_ONCE
-    caught(folder, build_lambda(), x=x, y=y)
+    caught(folder, build_lambda())
     with pytest.raises(BreakpointError, match=words):
         replay(folder, build=make)
 
@@ -585,39 +578,33 @@ def test_a_folder_with_something_else_in_it_is_refused(held, tmp_path):
         fit(build(), watch)
 
 
-def test_a_file_is_refused(tmp_path):
+def test_what_cannot_be_a_folder_is_refused_before_the_training(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="`folder` must be missing, empty"):
         OverflowBreakpoint(tmp_path / "file")
-
-
-def test_a_mount_point_is_refused_before_the_training(folder, monkeypatch):
-    monkeypatch.setattr(pathlib.Path, "is_mount", lambda path: path == folder)
-    with pytest.raises(ValueError, match="`folder` must not be a mount point"):
-        fit(build(), OverflowBreakpoint(folder))
-
-
-def test_a_folder_that_cannot_be_made_is_reported_before_the_training(tmp_path):
-    (tmp_path / "file").touch()
     with pytest.raises(OSError):
         fit(build(), OverflowBreakpoint(tmp_path / "file" / "folder"))
+    mount = tmp_path / "mount"
+    monkeypatch.setattr(pathlib.Path, "is_mount", lambda path: path == mount)
+    with pytest.raises(ValueError, match="`folder` must not be a mount point"):
+        fit(build(), OverflowBreakpoint(mount))
+    with pytest.raises(TypeError):
+        OverflowBreakpoint(None)
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@undiagnosed
 def test_a_breakpoint_stays_and_the_next_ones_go_beside_it(folder, capsys):
-    x, y = AT_ONCE
     folder.mkdir(parents=True)  # An empty one is free.
-    caught(folder, build(), x=x, y=y)
+    caught(folder, build())
     first = contents(folder)
     for name in ("overflow-2", "overflow-3"):
         capsys.readouterr()
         model = build()
         model.optimizer.dynamic_scale.assign(SCALE * 2)
-        fit(model, OverflowBreakpoint(folder, skips=1), x=x, y=y)
+        caught(folder, model)
         assert facts(folder.with_name(name))["loss_scale"] == SCALE * 2
         line = capsys.readouterr().out.rstrip()
         assert line.endswith(f"keras-mp replay {folder.with_name(name)}")
@@ -626,7 +613,6 @@ def test_a_breakpoint_stays_and_the_next_ones_go_beside_it(folder, capsys):
     assert sorted(os.listdir(folder.parent)) == names
 
 
-@undiagnosed
 def test_a_folder_that_is_filled_meanwhile_stays_as_it_is(folder):
     class Filling(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -640,7 +626,6 @@ def test_a_folder_that_is_filled_meanwhile_stays_as_it_is(folder):
     assert os.listdir(folder.parent) == ["overflow"]
 
 
-@undiagnosed
 def test_what_cannot_be_written_is_reported_and_leaves_nothing_behind(
     saved, monkeypatch
 ):
@@ -656,7 +641,6 @@ def test_what_cannot_be_written_is_reported_and_leaves_nothing_behind(
     assert os.listdir(saved.parent) == ["overflow"]
 
 
-@undiagnosed
 def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     watch, (x, y) = OverflowBreakpoint("here", skips=1), AT_ONCE
@@ -670,11 +654,6 @@ def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypat
 def test_skips_that_are_no_number_are_refused(skips, folder):
     with pytest.raises(ValueError, match="`skips` must be a whole number"):
         OverflowBreakpoint(folder, skips)
-
-
-def test_a_folder_that_is_no_path_is_refused():
-    with pytest.raises(TypeError):
-        OverflowBreakpoint(None)
 
 
 # What it leaves behind ---------------------------------------------------------------
@@ -693,7 +672,6 @@ class FailingData(Batches):
         return super().__getitem__(index)
 
 
-@undiagnosed
 @pytest.mark.parametrize("failing", ["callback", "data"])
 def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
     found = []
@@ -716,7 +694,6 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
     assert not folder.exists()
 
 
-@undiagnosed
 def test_a_model_that_makes_its_train_function_itself_is_reported(folder):
     model = build()
     model.make_train_function = lambda force=False: None
@@ -739,7 +716,6 @@ def traces_of_its_train_step(model):
     return traces
 
 
-@undiagnosed
 @pytest.mark.skipif(BACKEND == "torch", reason="nothing is traced there")
 def test_the_train_step_is_traced_as_often_as_without(folder):
     found = []
@@ -788,7 +764,6 @@ def test_several_replicas_or_processes_are_refused(folder, monkeypatch):
         distributed.destroy_process_group()
 
 
-@undiagnosed
 @pytest.mark.skipif(BACKEND != "jax", reason="keras.distribution is JAX's")
 def test_the_devices_of_one_process_are_one(folder):
     keras.distribution.set_distribution(keras.distribution.DataParallel())
@@ -805,18 +780,16 @@ def test_the_devices_of_one_process_are_one(folder):
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    x, y = AT_ONCE
     folder = tmp_path_factory.mktemp("template") / "overflow"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skipped_step, "diagnosed", lambda *args: "There is none.")
-        caught(folder, build(), x=x, y=y)
+        caught(folder, build())
     return folder
 
 
 @pytest.fixture
-def saved(template, folder, monkeypatch):
+def saved(template, folder):
     shutil.copytree(template, folder)
-    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
     return folder
 
 
@@ -844,11 +817,8 @@ def test_where_nobody_asks_it_is_replayed_where_it_was_saved(saved, monkeypatch)
         assert command.choose_backend(None, saved_on) == backend
 
 
-@undiagnosed
-def test_the_command_takes_classes_and_build_from_a_script(folder, capsys, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
-    x, y = AT_ONCE
-    caught(folder, build_lambda(), x=x, y=y)
+def test_the_command_takes_classes_and_build_from_a_script(folder, capsys):
+    caught(folder, build_lambda())
     script = folder.parent / "train.py"
     script.write_text(
         "import sys\n"
@@ -913,14 +883,12 @@ def train_script(folder, ending, after=""):
 @pytest.fixture
 def of_a_script(folder, monkeypatch):
     """A breakpoint of a model whose class is in a script, saved by that script."""
-    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
     script = train_script(folder.parent, FIT)
     monkeypatch.chdir(folder.parent)
     runpy.run_path(script, run_name="__main__")
     return folder
 
 
-@undiagnosed
 @pytest.mark.parametrize("ending", TRAININGS.values(), ids=TRAININGS)
 def test_replay_runs_a_script_until_it_trains_or_exits(ending, of_a_script, capsys):
     before = contents(of_a_script)
@@ -938,7 +906,6 @@ def test_replay_runs_a_script_until_it_trains_or_exits(ending, of_a_script, caps
     assert held == {"overflow", "train.py"}
 
 
-@undiagnosed
 def test_after_replay_models_train_again(of_a_script):
     script = train_script(of_a_script.parent, FIT)
     keras_mp_cli.main(["replay", "--script", script, str(of_a_script)])
@@ -947,7 +914,6 @@ def test_after_replay_models_train_again(of_a_script):
     assert int(model.optimizer.skipped_steps) == len(POISONED)
 
 
-@undiagnosed
 def test_a_class_that_is_not_found_names_the_script_as_the_remedy(of_a_script, capsys):
     capsys.readouterr()
     line = refused(capsys, of_a_script)
@@ -955,8 +921,7 @@ def test_a_class_that_is_not_found_names_the_script_as_the_remedy(of_a_script, c
     assert "Could not locate class 'Twice'" in line
 
 
-def test_what_is_no_breakpoint_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
+def test_what_is_no_breakpoint_is_one_line_and_status_2(tmp_path, capsys):
     assert "there is no folder" in refused(capsys, tmp_path / "nothing")
     assert "holds no breakpoint" in refused(capsys, tmp_path)
 
@@ -991,6 +956,7 @@ def test_facts_that_do_not_fit_are_one_line_and_status_2(saved, changes, words, 
     assert words in refused(capsys, saved)
 
 
+@with_diagnosis
 def test_it_is_replayed_on_another_backend_with_classes_of_the_scripts(folder):
     others = ["tensorflow", "torch", "jax"]
     backend = next(b for b in others if b != BACKEND and installed(b))
@@ -1007,7 +973,7 @@ def test_it_is_replayed_on_another_backend_with_classes_of_the_scripts(folder):
     (folder.parent / "classes.py").write_text(textwrap.dedent(script))
     twice = runpy.run_path(str(folder.parent / "classes.py"))["Twice"]
     model = build([twice, lambda: layers.Dropout(0.1)])
-    saved = caught(folder, model)
+    saved = caught(folder, model, (X, Y))
     done = subprocess.run(
         [sys.executable, "-m", "keras_mp_cli", "replay", "overflow"]
         + ["--backend", backend, "--script", "classes.py"],

@@ -132,9 +132,16 @@ def step(model, data, loss="mse"):
 
 
 def policy(**options):
+    from compiled_steps import platform
+
     import keras_mp
 
-    return keras_mp.policy_scope(keras_mp.MixedFloat16(**options))
+    on_tpus = platform() == "tpu"
+    kind = keras_mp.MixedBFloat16 if on_tpus else keras_mp.MixedFloat16
+    return keras_mp.policy_scope(kind(**options))
+
+
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def step_with_head(tokens=4096, width=1024, classes=32768, **options):
@@ -142,10 +149,16 @@ def step_with_head(tokens=4096, width=1024, classes=32768, **options):
     with policy(**options):
         ends = layers.Dense(width), layers.Dense(width), layers.Dense(classes)
         model = keras.Sequential([keras.Input((8,)), *ends])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return step(
-        model, (np.zeros((tokens, 8), "float32"), np.zeros(tokens, "int32")), loss
-    )
+    data = np.zeros((tokens, 8), "float32"), np.zeros(tokens, "int32")
+    return step(model, data, CROSSENTROPY)
+
+
+def step_with_ids(batch=8, length=512, width=768, classes=32768):
+    with policy():
+        ends = layers.Embedding(classes, width), layers.Dense(classes)
+        model = keras.Sequential([keras.Input((length,), dtype="int32"), *ends])
+    ids = np.zeros((batch, length), "int32")
+    return step(model, (ids, ids), CROSSENTROPY)
 
 
 def step_with_images(*stack, size=64, channels=64, batch=8):
@@ -215,6 +228,12 @@ def two_passes():
     return one_pass._in_two_passes
 
 
+def gathered():
+    from keras_mp.backends.jax import one_pass
+
+    return one_pass._gathered
+
+
 RECOMPUTED = functools.partial(step_with_head, classes=131072, recompute_logits=True)
 WITH_RELU = functools.partial(step_with_convolutions, activation="relu")
 # For each trick: a step, where it is, what stands in its place, and what it saves.
@@ -236,12 +255,18 @@ ON_GPUS = {
     },
     "softmax": (step_with_attention, "softmax._softmax", softmax_in_half, "accessed"),
 }
+ON_TPUS = {
+    "logits of labels": (step_with_ids, "one_pass._summed", gathered, "accessed"),
+}
+TRICKS = [
+    pytest.param(*trick, marks=only_on(device), id=f"{name}, {device}")
+    for device, tricks in (("gpu", ON_GPUS), ("tpu", ON_TPUS))
+    for name, trick in tricks.items()
+]
 
 
-@only_on("gpu")
-@pytest.mark.parametrize("trick", ON_GPUS.values(), ids=ON_GPUS)
-def test_without_it_a_gpu_needs_more_bytes(trick, monkeypatch):
-    make, place, other, measure = trick
+@pytest.mark.parametrize("make, place, other, measure", TRICKS)
+def test_without_it_a_step_needs_more_bytes(make, place, other, measure, monkeypatch):
     with_it = getattr(make(), measure)
     monkeypatch.setattr(f"keras_mp.backends.jax.{place}", other())
     assert getattr(make(), measure) >= 1.03 * with_it, NOT_NEEDED
