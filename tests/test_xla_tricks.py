@@ -161,6 +161,13 @@ def step_with_ids(batch=8, length=512, width=768, classes=32768):
     return step(model, (ids, ids), CROSSENTROPY)
 
 
+def step_of_decoder():
+    from whole_steps import whole_step
+
+    make = whole_step.__wrapped__  # Not the step that is compiled already.
+    return make("decoder", "mixed_float16", recompute_logits=True).program
+
+
 def step_with_images(*stack, size=64, channels=64, batch=8):
     """A step with these layers on images."""
     end = layers.GlobalAveragePooling2D(), layers.Dense(1)
@@ -206,6 +213,15 @@ def no_barrier():
     return SimpleNamespace(**{**vars(lax), "optimization_barrier": lambda x: x})
 
 
+def no_barrier_of_pairs():
+    from jax import lax
+
+    def barrier(operands):
+        return operands if len(operands) == 2 else lax.optimization_barrier(operands)
+
+    return SimpleNamespace(**{**vars(lax), "optimization_barrier": barrier})
+
+
 def no_slopes():
     return lambda function: function
 
@@ -240,6 +256,9 @@ WITH_RELU = functools.partial(step_with_convolutions, activation="relu")
 ON_GPUS = {
     "logits of one chunk": (step_with_head, "rows.lax", no_barrier, "temporary"),
     "logits computed twice": (RECOMPUTED, "chunks.lax", no_barrier, "temporary"),
+    "parts of a kernel": (
+        *(step_of_decoder, "chunks.lax", no_barrier_of_pairs, "temporary"),
+    ),
     "one reduction": (step_with_head, "one_pass._in_one_pass", two_passes, "accessed"),
     "result of a relu": (WITH_RELU, "convolutions.lax", no_barrier, "temporary"),
     "moments": (

@@ -79,6 +79,8 @@ def losses(head: Product, number: int, *operands: Any) -> Any:
             # Again one after the other.
             after = lax.optimization_barrier((inputs, total, by_inputs))
             inputs, total, by_inputs = after
+            if len(chunks) > 1:  # Or XLA makes all parts of the kernel at once.
+                part, by_inputs = lax.optimization_barrier((part, by_inputs))
             product = chunk.product(inputs, part) if held is None else held
             logits, pull = jax.vjp(chunk.logits, product, others)
             logarithms = logits - total[..., jnp.newaxis]
