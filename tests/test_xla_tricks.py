@@ -121,7 +121,7 @@ def test_a_maximum_of_floats_keeps_a_tpu_from_writing_bits(monkeypatch):
     assert bits.accessed >= 1.03 * floats.accessed, NOT_NEEDED
 
 
-def step(model, data, loss="mse"):
+def train_step(model, data, loss="mse"):
     """The compiled train step of a model on a batch."""
     from compiled_steps import build, step_of
 
@@ -150,7 +150,7 @@ def step_with_head(tokens=4096, width=1024, classes=32768, **options):
         ends = layers.Dense(width), layers.Dense(width), layers.Dense(classes)
         model = keras.Sequential([keras.Input((8,)), *ends])
     data = np.zeros((tokens, 8), "float32"), np.zeros(tokens, "int32")
-    return step(model, data, CROSSENTROPY)
+    return train_step(model, data, CROSSENTROPY)
 
 
 def step_with_ids(batch=8, length=512, width=768, classes=32768):
@@ -158,7 +158,7 @@ def step_with_ids(batch=8, length=512, width=768, classes=32768):
         ends = layers.Embedding(classes, width), layers.Dense(classes)
         model = keras.Sequential([keras.Input((length,), dtype="int32"), *ends])
     ids = np.zeros((batch, length), "int32")
-    return step(model, (ids, ids), CROSSENTROPY)
+    return train_step(model, (ids, ids), CROSSENTROPY)
 
 
 def step_of_decoder():
@@ -173,7 +173,7 @@ def step_with_images(*stack, size=64, channels=64, batch=8):
     end = layers.GlobalAveragePooling2D(), layers.Dense(1)
     model = keras.Sequential([keras.Input((size, size, channels)), *stack, *end])
     images = np.zeros((batch, size, size, channels), "float32")
-    return step(model, (images, np.zeros((batch, 1), "float32")))
+    return train_step(model, (images, np.zeros((batch, 1), "float32")))
 
 
 def step_with_convolutions(between=None, **options):
@@ -190,7 +190,7 @@ def step_with_dense(activation, width=2048, batch=4096):
         hidden = [layers.Dense(width, activation=activation) for _ in range(4)]
         model = keras.Sequential([keras.Input((width,)), *hidden, layers.Dense(1)])
     data = np.zeros((batch, width), "float32"), np.zeros((batch, 1), "float32")
-    return step(model, data)
+    return train_step(model, data)
 
 
 def step_with_attention(width=256, length=512, batch=8):
@@ -200,7 +200,7 @@ def step_with_attention(width=256, length=512, batch=8):
         attention = layers.MultiHeadAttention(4, 64, dropout=0.1)
         model = keras.Model(x, layers.Dense(1)(attention(x, x)))
     data = np.zeros((batch, length, width), "float32")
-    return step(model, (data, data[:, :, :1]))
+    return train_step(model, (data, data[:, :, :1]))
 
 
 def normalized():
