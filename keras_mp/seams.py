@@ -25,6 +25,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
     keras.config.set_dtype_policy  changes it
+    keras.mixed_precision.global_policy, set_global_policy  the same two
 
 and what the backend's `repairs` name:
 
@@ -35,7 +36,9 @@ and what the backend's `repairs` name:
     categorical_crossentropy     reads them in chunks
     argmax                       takes what the loss has found
     divide, tanh, where          let the loss know what was done to them
-    gelu, selu                   keep only their input for the gradient
+    gelu, selu                   keep their slopes alone for the gradient
+    relu                         keeps its result alone behind a conv, conv_transpose or
+                                 depthwise_conv
     moments                      has a gradient of one pass
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
     arange                       runs in float16 graphs

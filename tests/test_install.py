@@ -1,22 +1,30 @@
 """keras_mp can be taken out of Keras, and put back."""
 
+import re
+
 import keras
 import numpy as np
 from keras import layers
 
 import keras_mp
+import keras_mp.keras_private as private
 from keras_mp import seams
 
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
 
 
 def in_place():
-    return {name: vars(owner)[name] for name, owner, _ in seams._seams()}
+    return {(owner, name): vars(owner)[name] for name, owner, _ in seams._seams()}
+
+
+def test_each_is_in_the_list_that_users_read():
+    names = {"write" if n == private.WRITE else n for _, n in in_place()}
+    assert names - {*re.findall(r"\w+", seams.__doc__)} == set()
 
 
 def test_it_is_taken_out_whole_and_put_back():
     ours = in_place()
-    originals = {name: method._keras_mp_original for name, method in ours.items()}
+    originals = {place: method._keras_mp_original for place, method in ours.items()}
     keras_mp.uninstall()
     keras_mp.uninstall()
     assert in_place() == originals
@@ -24,8 +32,8 @@ def test_it_is_taken_out_whole_and_put_back():
     again = in_place()
     keras_mp.install()
     assert in_place() == again
-    for name, method in again.items():
-        assert method._keras_mp_original is originals[name], name
+    for place, method in again.items():
+        assert method._keras_mp_original is originals[place], place
 
 
 def test_what_was_made_before_goes_on_and_what_comes_is_keras_own():
