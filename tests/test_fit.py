@@ -8,6 +8,7 @@ import pytest
 from backends import BACKEND, guide_model, same_bits, scaling_model, values
 
 import keras_mp
+from keras_mp.loss_scaling import summary
 
 layers = keras.layers
 
@@ -32,13 +33,19 @@ if BACKEND == "torch":
 ways = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 
 
-def regression(policy, model_class=keras.Model, seed=1):
+def regression(policy, model_class=keras.Model):
     """A small net, with the same initial weights under each policy."""
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(1)
     with keras_mp.policy_scope(policy):
         inputs = keras.Input((3,))
         hidden = layers.Dense(4, activation="tanh")(inputs)
         return model_class(inputs, layers.Dense(1)(hidden))
+
+
+def compiled(optimizer=None, policy="mixed_float16", model_class=keras.Model, **how):
+    model = regression(policy, model_class)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", **how)
+    return model
 
 
 def fit(model, x=X, y=Y, epochs=1):
@@ -46,10 +53,9 @@ def fit(model, x=X, y=Y, epochs=1):
     return history.history["loss"]
 
 
-def trained(policy, epochs=3, model_class=keras.Model, optimizer=None, **how):
-    model = regression(policy, model_class)
-    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", **how)
-    return model, fit(model, epochs=epochs)
+def trained(policy, **options):
+    model = compiled(policy=policy, **options)
+    return model, fit(model, epochs=3)
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +63,15 @@ def float32():
     return trained("float32")
 
 
-@pytest.fixture(scope="module")
-def float16():
-    return trained("mixed_float16")
+def assert_close(weights, expected, atol=4e-3):
+    for a, b in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
 
 
 def assert_follows(model, reference):
     assert reference[1][-1] < 0.5 * reference[1][0], "The reference learns nothing."
-    for a, b in zip(model[0].get_weights(), reference[0].get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=4e-3)
+    assert_close(model[0].get_weights(), reference[0].get_weights())
     np.testing.assert_allclose(model[1], reference[1], rtol=2e-2)
-
-
-def reset_moves(model):
-    """How far each weight moved from where `regression` started it."""
-    start = regression("float32").get_weights()
-    return [
-        np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)
-    ]
 
 
 # Following float32 ----------------------------------------------------------------
@@ -86,13 +83,14 @@ def test_float16_training_follows_float32_training(float32, how):
     assert_follows((model, losses), float32)
     assert int(model.optimizer.iterations) == 18
     assert int(model.optimizer.skipped_steps) == 0
-    assert min(reset_moves(model)) > 1e-3
+    start = regression("float32").get_weights()
+    for weight, before in zip(model.get_weights(), start, strict=True):
+        assert np.abs(weight - before).max() > 1e-3
 
 
 def test_bfloat16_training_follows_float32_training(float32):
-    model, losses = trained("mixed_bfloat16")
-    for a, b in zip(model.get_weights(), float32[0].get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=3e-2)
+    model, _ = trained("mixed_bfloat16")
+    assert_close(model.get_weights(), float32[0].get_weights(), atol=3e-2)
 
 
 def test_the_scale_grows_within_fit_and_the_training_does_not_notice(float32):
@@ -105,31 +103,24 @@ def test_the_scale_grows_within_fit_and_the_training_does_not_notice(float32):
 
 
 def test_train_on_batch_follows_fit(float32):
-    model = regression("mixed_float16")
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = compiled()
     for _ in range(3):
         for start in range(0, 48, 8):
             model.train_on_batch(X[start : start + 8], Y[start : start + 8])
     assert int(model.optimizer.iterations) == 18
-    for a, b in zip(model.get_weights(), float32[0].get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=4e-3)
+    assert_close(model.get_weights(), float32[0].get_weights())
 
 
 def test_fit_may_be_called_again_and_again(float32):
-    model = regression("mixed_float16")
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = compiled()
     losses = [fit(model)[0] for _ in range(3)]
     assert_follows((model, losses), float32)
     assert int(model.optimizer.step_counter) == 18
 
 
-def test_the_loss_that_fit_reports_is_not_scaled(float32, float16):
-    _, losses = float16
+def test_what_fit_reports_evaluate_and_predict_agree_with_float32(float32):
+    model, losses = trained("mixed_float16")
     assert losses[0] == pytest.approx(float32[1][0], rel=1e-2)
-
-
-def test_evaluate_and_predict_after_fit_agree_with_float32(float32, float16):
-    model, _ = float16
     reference = float32[0].predict(X, verbose=0)
     np.testing.assert_allclose(model.predict(X, verbose=0), reference, atol=1e-2)
     loss = model.evaluate(X, Y, verbose=0)
@@ -160,27 +151,19 @@ def test_an_overridden_train_step_that_scales_follows_float32(float32, how):
     assert int(model.optimizer.step_counter) == 18
 
 
+@pytest.mark.parametrize("fits", [[3], [1, 1, 1]], ids=["in one fit", "in three"])
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {}], ids=str)
-def test_the_train_step_of_the_guide_follows_float32_and_says_so_once(float32, how):
+def test_the_train_step_of_the_guide_follows_and_says_so_once(float32, how, fits):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, losses = trained("mixed_float16", model_class=guide_model(), **how)
+        model = compiled(model_class=guide_model(), **how)
+        losses = [loss for epochs in fits for loss in fit(model, epochs=epochs)]
     ours = [str(w.message) for w in caught if "scale_loss" in str(w.message)]
     assert len(ours) == 1, ours
     name = model.optimizer.inner_optimizer.name
     assert f"never calls `scale_loss` of optimizer {name!r}" in ours[0]
     assert_follows((model, losses), float32)
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
-
-
-def test_the_train_step_of_the_guide_is_as_good_in_a_second_fit(float32):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = regression("mixed_float16", guide_model())
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        losses = [fit(model)[0] for _ in range(3)]
-    assert sum("scale_loss" in str(w.message) for w in caught) == 1
-    assert_follows((model, losses), float32)
 
 
 def test_the_train_step_of_the_guide_says_nothing_where_nothing_is_scaled(float32):
@@ -202,13 +185,13 @@ def test_an_overridden_train_step_that_calls_super_follows_float32(float32):
 class Gan(keras.Model):
     """As in Keras' guides: two models, whose optimizers its own `compile` takes."""
 
-    def __init__(self, scales=False):
+    def __init__(self, scales=False, factor=1.0):
         super().__init__()
         self.discriminator = keras.Sequential(
             [keras.Input((2,)), layers.Dense(4, activation="relu"), layers.Dense(1)]
         )
         self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-        self.scales = scales
+        self.scales, self.factor = scales, factor
         self.built = True
 
     def compile(self, d_optimizer, g_optimizer):
@@ -234,32 +217,27 @@ class Gan(keras.Model):
     def train_step(self, real):
         noise = keras.ops.ones((keras.ops.shape(real)[0], 3))
 
+        def score(images):
+            return keras.ops.mean(self.discriminator(images)) * self.factor
+
         def d_loss():
-            fake = self.generator(noise)
-            both = keras.ops.concatenate([fake, real], axis=0)
-            return keras.ops.mean(self.discriminator(both)) * self.factor
+            return score(keras.ops.concatenate([self.generator(noise), real], axis=0))
 
         def g_loss():
-            return (
-                keras.ops.mean(self.discriminator(self.generator(noise))) * self.factor
-            )
+            return score(self.generator(noise))
 
         self.update(self.discriminator, self.d_optimizer, d_loss)
         self.update(self.generator, self.g_optimizer, g_loss)
         return {"loss": d_loss()}
 
-    factor = 1.0
 
-
-def trained_gan(policy, factor=1.0, **arguments):
+def trained_gan(policy, **arguments):
     keras.utils.set_random_seed(0)
     with keras_mp.policy_scope(policy):
         gan = Gan(**arguments)
-        gan.factor = factor
         before = gan.get_weights()
-        gan.compile(
-            *(keras.optimizers.SGD(0.1 / factor, name=f"{x}_sgd") for x in "dg")
-        )
+        rate = 0.1 / gan.factor
+        gan.compile(*(keras.optimizers.SGD(rate, name=f"{x}_sgd") for x in "dg"))
         gan.fit(np.ones((4, 2), "float32"), batch_size=2, epochs=2, verbose=0)
     return gan, [a - b for a, b in zip(gan.get_weights(), before, strict=True)]
 
@@ -278,31 +256,21 @@ def test_a_gan_of_the_guides_names_each_optimizer_that_scales_nothing():
     names = ["d_sgd", "g_sgd"]
     assert [name for name in names for text in ours if repr(name) in text] == names
     assert len(ours) == 2
-    for ours, theirs in zip(moved, trained_gan("float32")[1], strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    assert_close(moved, trained_gan("float32")[1], atol=2e-3)
 
 
 @not_on_jax
-def test_a_gan_that_scales_trains_where_float16_underflows():
+def test_a_gan_that_scales_trains_where_float16_underflows_and_is_summarized():
+    summary.start()
     gan, moved = trained_gan("mixed_float16", factor=1e-8, scales=True)
+    assert summary.lines() == [
+        f"{name}: loss scale 32768, 4 steps, 0 skipped" for name in ("d_sgd", "g_sgd")
+    ]
     reference = trained_gan("float32", factor=1e-8)[1]
     assert all(np.any(delta) for delta in reference)
-    for ours, theirs in zip(moved, reference, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    assert_close(moved, reference, atol=2e-3)
     for optimizer in (gan.d_optimizer, gan.g_optimizer):
         assert int(optimizer.skipped_steps) == 0 and int(optimizer.iterations) == 4
-
-
-@not_on_jax
-def test_the_summary_lists_the_optimizers_that_were_applied():
-    from keras_mp.loss_scaling import summary
-
-    summary.start()
-    trained_gan("mixed_float16", scales=True)
-    names = ["d_sgd", "g_sgd"]
-    assert summary.lines() == [
-        f"{name}: loss scale 32768, 4 steps, 0 skipped" for name in names
-    ]
 
 
 def test_a_train_step_is_the_users_own_again_after_fit():
@@ -323,29 +291,36 @@ def test_a_train_step_is_the_users_own_again_after_fit():
 
 @ways
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(how):
-    model = regression("mixed_float16")
-    model.compile(keras.optimizers.SGD(0.1), "mse", **how)
+    model = compiled(**how)
     fit(model, POISONED)
     optimizer = model.optimizer
     assert int(optimizer.skipped_steps) == 1
     assert int(optimizer.iterations) == int(optimizer.step_counter) == 5
     assert float(optimizer.loss_scale) == 2.0**14
     # As if the poisoned batch had not been there.
-    reference = regression("float32")
-    reference.compile(keras.optimizers.SGD(0.1), "mse")
+    reference = compiled(policy="float32")
     fit(reference, X[8:], Y[8:])
-    for a, b in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=4e-3)
+    assert_close(model.get_weights(), reference.get_weights())
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
-def test_weights_and_slots_are_bit_for_bit_what_they_were_after_a_skip(optimizer):
-    model = regression("mixed_float16")
-    model.compile(optimizer, "mse")
+NO_TARGET = np.full((8, 1), np.nan, "float32")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "x", "y"),
+    [
+        ("adam", POISONED[:8], Y[:8]),
+        ("rmsprop", POISONED[:8], Y[:8]),
+        ("sgd", X[:8], NO_TARGET),
+    ],
+    ids=["adam", "rmsprop", "poisoned target"],
+)
+def test_weights_and_slots_are_bit_for_bit_what_they_were_after_a_skip(optimizer, x, y):
+    model = compiled(optimizer)
     fit(model)
     kept = [*model.trainable_variables, *model.optimizer.inner_optimizer.variables]
     before = values(kept)
-    model.train_on_batch(POISONED[:8], Y[:8])
+    model.train_on_batch(x, y)
     assert int(model.optimizer.skipped_steps) == 1
     assert not bool(model.optimizer.last_step_finite)
     assert same_bits(before, values(kept))
@@ -354,23 +329,12 @@ def test_weights_and_slots_are_bit_for_bit_what_they_were_after_a_skip(optimizer
     assert not same_bits(before, values(kept))
 
 
-def test_a_poisoned_target_is_skipped_too():
-    model = regression("mixed_float16")
-    model.compile("sgd", "mse")
-    before = values(model.trainable_variables)
-    model.train_on_batch(X[:8], np.full((8, 1), np.nan, "float32"))
-    assert int(model.optimizer.skipped_steps) == 1
-    assert same_bits(before, values(model.trainable_variables))
-
-
 @pytest.mark.parametrize("retake_steps", [0, 100])
 def test_a_scale_that_is_too_large_backs_off_until_it_fits(retake_steps):
     optimizer = keras_mp.LossScaleOptimizer(
         keras.optimizers.SGD(0.1), 2.0**24, retake_steps=retake_steps
     )
-    model = regression("mixed_float16")
-    model.compile(optimizer, "mse")
-    fit(model, epochs=4)
+    fit(compiled(optimizer), epochs=4)
     assert int(optimizer.skipped_steps) > 0
     assert float(optimizer.loss_scale) == 2.0 ** (24 - int(optimizer.skipped_steps))
     lost = 0 if retake_steps else int(optimizer.skipped_steps)
@@ -381,8 +345,7 @@ def test_a_scale_that_is_too_large_backs_off_until_it_fits(retake_steps):
 @ways
 def test_max_consecutive_skips_stops_fit(how):
     optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=3)
-    model = regression("mixed_float16")
-    model.compile(optimizer, "mse", **how)
+    model = compiled(optimizer, **how)
     with pytest.raises(keras_mp.TrainingDivergedError, match="steps in a row had grad"):
         fit(model, np.full_like(X, np.inf), epochs=4)
     assert 3 <= int(optimizer.consecutive_skips) < 24
@@ -390,16 +353,13 @@ def test_max_consecutive_skips_stops_fit(how):
 
 def test_skips_that_are_not_in_a_row_stop_nothing():
     optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2)
-    model = regression("mixed_float16")
-    model.compile(optimizer, "mse")
-    fit(model, POISONED, epochs=3)
+    fit(compiled(optimizer), POISONED, epochs=3)
     assert int(optimizer.skipped_steps) == 3
 
 
 def test_a_fit_that_diverged_can_go_on_with_better_data():
     optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2)
-    model = regression("mixed_float16")
-    model.compile(optimizer, "mse")
+    model = compiled(optimizer)
     before = values(model.trainable_variables)
     with pytest.raises(keras_mp.TrainingDivergedError):
         fit(model, np.full_like(X, np.nan))
@@ -467,8 +427,7 @@ def test_the_logs_of_a_train_step_may_be_anything(log):
                 return log(result[0]["loss"]), result[1]
             return log(result["loss"])
 
-    model = regression("mixed_float16", Odd)
-    model.compile("sgd", "mse")
+    model = compiled("sgd", model_class=Odd)
     model.fit(POISONED, Y, batch_size=8, shuffle=False, verbose=0)
     assert int(model.optimizer.skipped_steps) == 1
 
