@@ -86,8 +86,7 @@ def ended(process, code=0):
 
 # Killed, and started again --------------------------------------------------------
 
-FREQUENCIES = {"epoch": "epoch", "steps": 2}
-EPOCHS, KILLED_IN, KILLED_AT = 3, 1, 4
+KILLED_IN, KILLED_AT = 1, 4
 
 
 def backups(folder):
@@ -95,7 +94,7 @@ def backups(folder):
         name: keras.callbacks.BackupAndRestore(
             folder / name, save_freq=frequency, delete_checkpoint=False
         )
-        for name, frequency in FREQUENCIES.items()
+        for name, frequency in (("epoch", "epoch"), ("steps", 2))
     }
 
 
@@ -108,7 +107,7 @@ class Kill(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit(model, callbacks, x=X, y=Y, epochs=EPOCHS):
+def fit(model, callbacks, x=X, y=Y, epochs=3):
     return model.fit(
         x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
         callbacks=callbacks,
@@ -120,21 +119,16 @@ def fit_and_be_killed(folder):
     fit(regression(), [*backups(pathlib.Path(folder)).values(), Kill()])
 
 
-def fit_again(folder):
-    """In this process, which is not the one that was killed."""
-    with keras_mp.policy_scope("mixed_float16"):
-        for name, backup in backups(folder).items():
-            model = regression()
-            assert fit(model, [backup]).epoch == [1, 2]
-            np.savez(folder / f"{name}.npz", *everything(model))
-
-
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resumed")
+    """What fits come to that go on in this process, after another was killed."""
+    folder, models = tmp_path_factory.mktemp("resumed"), {}
     ended(child(BACKEND, f"fit_and_be_killed({str(folder)!r})"), -signal.SIGKILL)
-    fit_again(folder)
-    return folder
+    with keras_mp.policy_scope("mixed_float16"):
+        for name, backup in backups(folder).items():
+            models[name] = regression()
+            assert fit(models[name], [backup]).epoch == [1, 2]
+    return {name: everything(model) for name, model in models.items()}
 
 
 # Keras starts the interrupted epoch from its first batch: what was trained of it before
@@ -146,8 +140,7 @@ def test_a_killed_run_goes_on_to_the_bit_as_if_never_killed(resumed, frequency, 
     fit(model, [], X[order], Y[order], epochs=1)
     scale, _, skipped, *_ = counters(model.optimizer)
     assert scale < 2.0**15 and skipped >= 3  # It was worth restoring.
-    restored = list(np.load(resumed / f"{frequency}.npz").values())
-    assert same_bits(everything(model), restored)
+    assert same_bits(everything(model), resumed[frequency])
 
 
 class Lazy(keras.Model):
@@ -293,16 +286,11 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_backend_saved_is_the_same_here_to_the_bit(written, other, way):
+def test_what_another_backend_saved_is_the_same_here_and_trains_on(written, other, way):
     model = WAYS[way](written[other] / f"model{way}", accumulating)
     theirs = list(np.load(written[other] / "everything.npz").values())
     assert same_bits(everything(model), theirs)
     assert counters(model.optimizer)[2:4] == [1, 0]
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_another_backend_saved_trains_on_here(written, other):
-    model = by_load_model(written[other] / "model.keras", accumulating)
     train(model, SEQUENCE[6:])
     assert int(model.optimizer.iterations) == 3  # Nine steps, three an update.
 
@@ -479,18 +467,25 @@ def test_after_a_refused_checkpoint_a_saved_file_is_whole(intact, tmp_path):
 # Another optimizer's, and Keras' own scales ---------------------------------------
 
 
-def stored(optimizer, variables):
-    optimizer.build(variables)
+def built(optimizer, variables=1):
+    optimizer.build([keras.Variable(np.ones(3, "float32")) for _ in range(variables)])
+    return optimizer
+
+
+def stored(optimizer):
     store = {}
     optimizer.save_own_variables(store)
     return store
 
 
+def stored_by_keras(scale):
+    theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    return {**stored(built(theirs)), SCALE: np.float32(scale)}
+
+
 def test_a_checkpoint_of_another_optimizer_is_skipped_with_the_warning_of_keras():
-    variables = [keras.Variable(np.ones(3, "float32"))]
-    store = stored(LossScaleOptimizer("adam"), variables)
-    optimizer = LossScaleOptimizer("sgd", initial_scale=8.0)
-    optimizer.build(variables)
+    store = stored(built(LossScaleOptimizer("adam")))
+    optimizer = built(LossScaleOptimizer("sgd", initial_scale=8.0))
     before = values(optimizer.variables)
     with pytest.warns(UserWarning, match="has 6 variables whereas .* has 8 variables"):
         optimizer.load_own_variables(store)
@@ -499,11 +494,9 @@ def test_a_checkpoint_of_another_optimizer_is_skipped_with_the_warning_of_keras(
 
 def test_as_many_entries_as_we_have_variables_do_not_make_a_checkpoint_ours():
     # Keras' method would take these by number: ten entries for ten variables.
-    variables = [keras.Variable(np.ones(3, "float32")) for _ in range(4)]
     theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.5))
-    store = stored(theirs, variables)
-    optimizer = LossScaleOptimizer("sgd", initial_scale=8.0)
-    optimizer.build(variables)
+    store = stored(built(theirs, variables=4))
+    optimizer = built(LossScaleOptimizer("sgd", initial_scale=8.0), variables=4)
     assert len(store) == len(optimizer.variables)
     before = values(optimizer.variables)
     with pytest.warns(UserWarning, match="has 6 variables whereas .* 10 variables"):
@@ -512,11 +505,8 @@ def test_as_many_entries_as_we_have_variables_do_not_make_a_checkpoint_ours():
 
 
 def test_a_file_from_before_the_first_step_says_so_to_a_trained_optimizer():
-    store = {}
-    LossScaleOptimizer("sgd").save_own_variables(store)
-    variables = [keras.Variable(np.ones(3, "float32"))]
-    optimizer = LossScaleOptimizer("sgd")
-    optimizer.build(variables)
+    store = stored(LossScaleOptimizer("sgd"))
+    optimizer = built(LossScaleOptimizer("sgd"))
     optimizer.load_own_variables(store)
     optimizer.iterations.assign(5)
     with pytest.warns(UserWarning, match="has 6 variables whereas .* 0 variables"):
@@ -529,34 +519,22 @@ def test_a_file_from_before_the_first_step_says_so_to_a_trained_optimizer():
     [(0.0, 2.0), (1e-30, 2.0), (8.0, 8.0), (2.0**40, 64.0), (np.inf, 64.0)],
 )
 def test_a_scale_of_keras_beyond_the_bounds_resumes_at_the_nearest(scale, resumes_at):
-    variables = [keras.Variable(np.ones(3, "float32"))]
-    store = stored(
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), variables
-    )
-    optimizer = LossScaleOptimizer("sgd", 16.0, min_scale=2.0, max_scale=64.0)
-    optimizer.build(variables)
-    optimizer.load_own_variables({**store, SCALE: np.float32(scale)})
+    optimizer = built(LossScaleOptimizer("sgd", 16.0, min_scale=2.0, max_scale=64.0))
+    optimizer.load_own_variables(stored_by_keras(scale))
     assert float(optimizer.loss_scale) == resumes_at
 
 
 @pytest.mark.parametrize("scale", [np.nan, -1.0])
 def test_a_scale_that_not_even_keras_writes_is_refused(scale):
-    variables = [keras.Variable(np.ones(3, "float32"))]
-    store = stored(
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), variables
-    )
-    optimizer = LossScaleOptimizer("sgd")
-    optimizer.build(variables)
+    optimizer = built(LossScaleOptimizer("sgd"))
     with pytest.raises(ValueError, match="positive and finite"):
-        optimizer.load_own_variables({**store, SCALE: np.float32(scale)})
+        optimizer.load_own_variables(stored_by_keras(scale))
     assert float(optimizer.loss_scale) == 2.0**15
 
 
 def test_moments_that_are_not_finite_are_left_as_they_are():
-    variables = [keras.Variable(np.ones(3, "float32"))]
-    store = stored(LossScaleOptimizer("adam"), variables)
+    store = stored(built(LossScaleOptimizer("adam")))
     store["6"] = np.array([np.inf, np.nan, 1], "float32")
-    optimizer = LossScaleOptimizer("adam")
-    optimizer.build(variables)
+    optimizer = built(LossScaleOptimizer("adam"))
     optimizer.load_own_variables(store)
     assert same_bits(values(optimizer.inner_optimizer.variables[2:3]), [store["6"]])
