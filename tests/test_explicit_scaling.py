@@ -6,7 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, gradients, values
+from backends import BACKEND, gradients, tensors, values
 
 import keras_mp
 from keras_mp.loss_scaling.stage import train_step
@@ -44,11 +44,15 @@ def float32_training(steps, clip=None):
     return [kernel, bias]
 
 
-def growing(**kwargs):
+def growing():
     """A scale that grows at every other step, so that a stale one shows at once."""
     return keras_mp.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=2, **kwargs
+        keras.optimizers.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=2
     )
+
+
+def growing_model():
+    return growing(), *linear_model()
 
 
 def assert_close(variables, expected):
@@ -56,14 +60,22 @@ def assert_close(variables, expected):
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_two_step_loop_trains_as_float32_while_the_scale_grows():
-    optimizer = growing()
-    variables, loss = linear_model()
-    for _ in range(8):
+@pytest.mark.parametrize(
+    ("unscales", "clip"),
+    [([False, False], None), ([True, True], 0.5), ([False, True], None)],
+    ids=["two steps", "three steps, clipped", "two and three in turns"],
+)
+def test_a_loop_trains_as_float32_while_the_scale_grows(unscales, clip):
+    optimizer, variables, loss = growing_model()
+    for step in range(8):
         grads = gradients(lambda: optimizer.scale_loss(loss()), variables)
+        if unscales[step % 2]:
+            grads = optimizer.unscale(grads)
+        if clip:
+            grads = [keras.ops.clip(g, -clip, clip) for g in grads]
         optimizer.apply(grads, variables)
     assert float(optimizer.loss_scale) == 4.0 * 2**4
-    assert_close(variables, float32_training(8))
+    assert_close(variables, float32_training(8, clip))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -82,28 +94,6 @@ def test_a_loss_that_is_not_finite_has_gradients_that_are_nan(dtype):
     assert np.isnan(values([mean])[0]).all()
 
 
-def test_three_step_loop_knows_that_gradients_are_unscaled_already():
-    optimizer = growing()
-    variables, loss = linear_model()
-    for _ in range(8):
-        grads = gradients(lambda: optimizer.scale_loss(loss()), variables)
-        grads = optimizer.unscale(grads)
-        grads = [keras.ops.clip(g, -0.5, 0.5) for g in grads]
-        optimizer.apply_gradients(zip(grads, variables, strict=True))
-    assert_close(variables, float32_training(8, clip=0.5))
-
-
-def test_two_and_three_steps_may_alternate():
-    optimizer = growing()
-    variables, loss = linear_model()
-    for step in range(8):
-        grads = gradients(lambda: optimizer.scale_loss(loss()), variables)
-        if step % 2:
-            grads = optimizer.unscale(grads)
-        optimizer.apply(grads, variables)
-    assert_close(variables, float32_training(8))
-
-
 def test_unscaled_gradients_are_float32_and_none_stays_none():
     optimizer = growing()
     optimizer.scale_loss(1.0)
@@ -115,16 +105,11 @@ def test_unscaled_gradients_are_float32_and_none_stays_none():
 
 
 def test_clipping_by_value_cannot_hide_an_overflow():
-    optimizer = growing()
-    variables, _ = linear_model()
+    optimizer, variables, _ = growing_model()
     before = values(variables)
     optimizer.scale_loss(1.0)
-    grads = optimizer.unscale(
-        [
-            keras.ops.convert_to_tensor(np.array([[np.inf], [1.0]], "float32")),
-            keras.ops.convert_to_tensor(np.array([1.0], "float32")),
-        ]
-    )
+    broken = [np.array([[np.inf], [1.0]], "float32"), np.array([1.0], "float32")]
+    grads = optimizer.unscale(tensors(broken))
     grads = [keras.ops.clip(g, -1.0, 1.0) for g in grads]
     optimizer.apply_gradients(zip(grads, variables, strict=True))
     assert int(optimizer.skipped_steps) == 1
@@ -148,8 +133,7 @@ def test_gradients_of_several_micro_batches_may_be_unscaled_one_by_one():
 
 
 def test_applying_gradients_when_nothing_was_scaled_warns_once():
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     grads = gradients(loss, variables)
     with pytest.warns(UserWarning, match="no loss was ever scaled"):
         optimizer.apply(grads, variables)
@@ -159,8 +143,7 @@ def test_applying_gradients_when_nothing_was_scaled_warns_once():
 
 
 def test_a_train_step_that_never_scales_applies_its_gradients_as_they_are():
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     for step in range(4):
         with train_step(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -170,8 +153,7 @@ def test_a_train_step_that_never_scales_applies_its_gradients_as_they_are():
 
 
 def test_a_train_step_that_scales_only_sometimes_is_refused():
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     with train_step():
         grads = gradients(lambda: optimizer.scale_loss(loss()), variables)
         optimizer.apply(grads, variables)
@@ -183,8 +165,7 @@ def test_a_train_step_that_scales_only_sometimes_is_refused():
 
 
 def test_tf_keras_names_do_the_same():
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     scaled = optimizer.get_scaled_loss(lambda: 2.0)
     assert float(scaled()) == 8.0
     for _ in range(4):
@@ -228,41 +209,24 @@ def test_the_loop_of_the_old_tensorflow_guide_runs_as_it_stands(clipped, jit_com
 
 
 @only_tensorflow
-@pytest.mark.parametrize("unscale_inside", [False, True])
-def test_gradients_may_be_taken_in_a_function_compiled_apart(unscale_inside):
+@pytest.mark.parametrize("unscaled", ["by apply", "inside", "eagerly"])
+def test_gradients_may_be_taken_in_a_function_compiled_apart(unscaled):
     import tensorflow as tf
 
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
 
     @tf.function
     def scaled_gradients():
         with tf.GradientTape() as tape:
             scaled = optimizer.scale_loss(loss())
         grads = tape.gradient(scaled, [v.value for v in variables])
-        return optimizer.unscale(grads) if unscale_inside else grads
+        return optimizer.unscale(grads) if unscaled == "inside" else grads
 
     for _ in range(8):  # The Python of the function runs in the first round only.
-        optimizer.apply(scaled_gradients(), variables)
-    assert_close(variables, float32_training(8))
-
-
-@only_tensorflow
-def test_eager_unscaling_of_gradients_from_a_compiled_function_is_not_twice():
-    import tensorflow as tf
-
-    optimizer = growing()
-    variables, loss = linear_model()
-
-    @tf.function
-    def scaled_gradients():
-        with tf.GradientTape() as tape:
-            scaled = optimizer.scale_loss(loss())
-        return tape.gradient(scaled, [v.value for v in variables])
-
-    for _ in range(8):
-        grads = optimizer.unscale(scaled_gradients())
-        optimizer.apply_gradients(zip(grads, variables, strict=True))
+        grads = scaled_gradients()
+        if unscaled == "eagerly":
+            grads = optimizer.unscale(grads)
+        optimizer.apply(grads, variables)
     assert_close(variables, float32_training(8))
 
 
@@ -307,28 +271,26 @@ def test_a_jitted_stateless_loop_follows_the_scale_as_it_moves(three_step):
 def test_what_would_bake_the_present_scale_into_a_jax_trace_is_refused():
     import jax
 
-    optimizer = growing()
-    variables, _ = linear_model()
+    optimizer, variables, _ = growing_model()
     optimizer.build(variables)
-    with pytest.raises(ValueError, match="stateless_scale_loss"):
-        jax.jit(optimizer.scale_loss)(1.0)
-    with pytest.raises(ValueError, match="stateless_scale_loss"):
-        jax.jit(jax.grad(lambda x: optimizer.scale_loss(x)))(1.0)
-    with pytest.raises(ValueError, match="stateless_unscale"):
-        jax.jit(optimizer.unscale)([np.ones(2, "float32")])
-    with pytest.raises(ValueError, match="stateless_apply"):
-        jax.jit(lambda grads: optimizer.apply(grads, variables))(
-            [np.ones((2, 1), "float32"), np.ones(1, "float32")]
-        )
-    assert float(jax.grad(lambda x: optimizer.scale_loss(x))(1.0)) == 4.0
+    grad = jax.grad(lambda x: optimizer.scale_loss(x))
+    ones = [np.ones((2, 1), "float32"), np.ones(1, "float32")]
+    for name, function, argument in (
+        ("scale_loss", optimizer.scale_loss, 1.0),
+        ("scale_loss", grad, 1.0),
+        ("unscale", optimizer.unscale, ones),
+        ("apply", lambda grads: optimizer.apply(grads, variables), ones),
+    ):
+        with pytest.raises(ValueError, match=f"stateless_{name}"):
+            jax.jit(function)(argument)
+    assert float(grad(1.0)) == 4.0
 
 
 @only_jax
 def test_stateful_apply_on_eager_jax_leaks_no_tracers():
     import jax
 
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     with jax.checking_leaks():
         for _ in range(3):
             grads = gradients(lambda: optimizer.scale_loss(loss()), variables)
@@ -339,8 +301,7 @@ def test_stateful_apply_on_eager_jax_leaks_no_tracers():
 
 @only_torch
 def test_the_usual_torch_loop():
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     for _ in range(8):
         for variable in variables:
             variable.value.grad = None
@@ -351,8 +312,7 @@ def test_the_usual_torch_loop():
 
 @only_torch
 def test_the_grad_of_a_variable_is_unscaled_in_place_and_nothing_else_is():
-    optimizer = growing()
-    variables, _ = linear_model()
+    optimizer, variables, _ = growing_model()
     kernel, bias = (v.value for v in variables)
     for finite in (True, False):
         kernel.grad = kernel.detach().new_full((2, 1), 4.0 if finite else np.inf)
@@ -381,8 +341,7 @@ def test_a_gradient_that_two_variables_share_is_divided_once(order):
 
 @only_torch
 def test_a_loss_may_be_a_whole_number():
-    optimizer = growing()
-    variables, _ = linear_model()
+    optimizer, variables, _ = growing_model()
     grads = [v.value.detach() * 0 + 4.0 for v in variables]
     optimizer.scale_loss(1.0)
     optimizer.apply(grads, variables, loss=1)
@@ -391,8 +350,7 @@ def test_a_loss_may_be_a_whole_number():
 
 @only_torch
 def test_unscale_leaves_the_grads_of_variables_alone():
-    optimizer = growing()
-    variables, loss = linear_model()
+    optimizer, variables, loss = growing_model()
     optimizer.build(variables)
     optimizer.scale_loss(loss()).backward()
     grads = [v.value.grad for v in variables]
