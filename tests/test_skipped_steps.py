@@ -71,55 +71,39 @@ def trained(at, **kwargs):
     return model, history, values(model.variables + inner.variables)
 
 
+@pytest.mark.parametrize(
+    "model_class", [keras.Model, scaling_model()], ids=["", "its own train step"]
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_training_with_poisoned_batches_equals_the_one_without_them(mode):
-    clean, clean_history, clean_values = trained((), **MODES[mode])
-    model, history, skipped_values = trained((0, 3), **MODES[mode])
-    assert int(model.optimizer.skipped_steps) == 2
-    assert same_bits(clean_values, skipped_values)
-    assert history.history == clean_history.history
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_so_it_does_with_a_train_step_of_the_users_own(mode):
-    own = dict(model_class=scaling_model(), **MODES[mode])
-    _, clean_history, clean_values = trained((), **own)
-    model, history, skipped_values = trained((0, 3), **own)
+def test_a_training_with_poisoned_batches_equals_the_one_without(mode, model_class):
+    how = dict(model_class=model_class, **MODES[mode])
+    _, clean_history, clean_values = trained((), **how)
+    model, history, skipped_values = trained((0, 3), **how)
     assert int(model.optimizer.skipped_steps) == 2
     assert float(model.optimizer.loss_scale) == 256.0
     assert same_bits(clean_values, skipped_values)
     assert history.history == clean_history.history
+
+
+def logged():
+    """A list, and a callback that puts the logs of each step into it."""
+    seen = []
+    return seen, keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+            {name: float(value) for name, value in logs.items()}
+        )
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_batch_log_shows_a_skipped_step(mode):
-    class Logs(keras.callbacks.Callback):
-        seen = []
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seen.append({k: float(v) for k, v in logs.items()})
-
-    logs = Logs()
-    logs.seen = []
+    seen, callback = logged()
     model = model_under(**MODES[mode])
-    fitted(model, (1, 4), callbacks=[logs])
-    assert all(np.isfinite(v) for log in logs.seen for v in log.values())
+    fitted(model, (1, 4), callbacks=[callback, keras.callbacks.TerminateOnNaN()])
+    assert all(np.isfinite(v) for log in seen for v in log.values())
     # The skipped steps, and those before.
-    assert logs.seen[1] == logs.seen[0] and logs.seen[5] == logs.seen[4]
-
-
-def test_a_callback_that_ends_training_on_nan_sees_none():
-    model = model_under()
-    terminate = keras.callbacks.TerminateOnNaN()
-    fitted(model, (1, 4), callbacks=[terminate])
-    assert int(model.optimizer.iterations) == 6
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_is_not_finite_does_not_lower_the_scale(mode):
-    model, _, _ = trained((0, 3), **MODES[mode])
-    assert int(model.optimizer.skipped_steps) == 2
-    assert float(model.optimizer.loss_scale) == 256.0
+    assert seen[1] == seen[0] and seen[5] == seen[4]
+    assert int(model.optimizer.iterations) == 6  # No NaN ended it.
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -189,31 +173,31 @@ def test_the_history_says_how_many_steps_were_skipped():
 def test_the_logs_stay_finite_when_one_batch_in_a_hundred_overflows(bad):
     x = np.tile(X[:8], (100, 1))
     x[8 * bad] = 2.0**120  # Finite, and its activations in float16 are not.
+    y = np.tile(Y[:8], (100, 1))
     model = model_under()
     with pytest.warns(UserWarning, match="^1 of "):
-        history = model.fit(
-            x,
-            np.tile(Y[:8], (100, 1)),
-            batch_size=8,
-            epochs=1,
-            verbose=0,
-            shuffle=False,
-        )
+        history = model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
     assert all(np.isfinite(v) for column in history.history.values() for v in column)
     assert int(model.optimizer.iterations) == 99
 
 
-def full_batch_model(scale=2.0**24):
-    """A model whose first steps, at this scale, are all skipped; a batch an epoch."""
+def full_batch_model():
+    """A model whose first steps, at its scale, are all skipped; a batch an epoch."""
     model = model_under()
-    model.optimizer.dynamic_scale.assign(scale)
+    model.optimizer.dynamic_scale.assign(2.0**24)
     model.optimizer._loss_scaling.retakes = False
     return model
 
 
-def test_an_epoch_whose_every_step_was_skipped_logs_the_loss_of_its_last_step():
+def test_an_epoch_of_skipped_steps_logs_the_last_loss_and_is_never_the_best():
     model = full_batch_model()
-    history = model.fit(X * 8, Y, batch_size=48, epochs=20, verbose=0).history
+    best = keras.callbacks.EarlyStopping(
+        "loss", patience=20, restore_best_weights=True, start_from_epoch=0
+    )
+    untrained = values(model.trainable_variables)
+    history = model.fit(
+        X * 8, Y, batch_size=48, epochs=20, verbose=0, callbacks=[best]
+    ).history
     skipped = int(model.optimizer.skipped_steps)
     assert 0 < skipped < 19
     loss = history["loss"]
@@ -222,6 +206,8 @@ def test_an_epoch_whose_every_step_was_skipped_logs_the_loss_of_its_last_step():
     assert loss[skipped] > loss[-1] > 0
     mae = history["mae"]
     assert mae[:skipped] == pytest.approx([mae[skipped]] * skipped, rel=1e-5)
+    assert np.isfinite(best.best) and best.best > 0
+    assert not same_bits(untrained, values(model.trainable_variables))
 
 
 def test_an_epoch_whose_every_step_was_broken_has_no_loss_rather_than_the_best():
@@ -232,63 +218,37 @@ def test_an_epoch_whose_every_step_was_broken_has_no_loss_rather_than_the_best()
     assert np.isfinite(model.evaluate(X, Y, verbose=0)).all()
 
 
-def test_a_callback_that_keeps_the_best_model_never_keeps_an_untrained_one():
-    model = full_batch_model()
-    best = keras.callbacks.EarlyStopping(
-        "loss", patience=20, restore_best_weights=True, start_from_epoch=0
-    )
-    untrained = values(model.trainable_variables)
-    model.fit(X * 8, Y, batch_size=48, epochs=20, verbose=0, callbacks=[best])
-    assert np.isfinite(best.best) and best.best > 0
-    assert not same_bits(untrained, values(model.trainable_variables))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_logs_of_an_epoch_are_the_steps_own_if_it_was_skipped(mode):
-    class FirstLogs(keras.callbacks.Callback):
-        loss = None
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.loss = self.loss or float(logs["loss"])
-
-    first = FirstLogs()
+    seen, callback = logged()
     model = full_batch_model()
     untrained = model.evaluate(X[:8], Y[:8], verbose=0)[0]
-    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[first])
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
     assert int(model.optimizer.skipped_steps) > 0
     # In training mode, BatchNormalization uses the batch's own statistics.
-    assert 0 < first.loss < 100 * untrained
+    assert 0 < seen[0]["loss"] < 100 * untrained
 
 
 def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradients_are():
     # The gradient of an absolute error is a sign. Applied, the step would leave an
     # infinity in the loss of the epoch, to be blamed for each overflow to come.
-    def train(y):
-        model = model_under()
-        optimizer = keras_mp.LossScaleOptimizer(
-            keras.optimizers.SGD(1e-3),
-            initial_scale=256.0,
-            dynamic_growth_steps=1,
-            retake_steps=0,
-        )
-        model.compile(optimizer, "mae")
-        model.fit(np.tile(X, (2, 1)), y, batch_size=8, shuffle=False, verbose=0)
-        return optimizer
-
-    y = np.tile(Y, (2, 1))
+    x, y = np.tile(X, (2, 1)), np.tile(Y, (2, 1))
     y[0] = np.inf
+    model = model_under()
+    optimizer = keras_mp.LossScaleOptimizer(
+        keras.optimizers.SGD(1e-3), 256.0, dynamic_growth_steps=1, retake_steps=0
+    )
+    model.compile(optimizer, "mae")
     with pytest.warns(UserWarning, match="^1 of"):
-        optimizer = train(y)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert int(optimizer._loss_scaling.broken_steps) == 1
     assert int(optimizer.iterations) + int(optimizer.skipped_steps) == 12
     assert int(optimizer.iterations) >= 4
 
 
 def test_a_batch_without_a_loss_does_not_report_the_best_one():
-    model = model_under()
-    assert np.isnan(
-        model.train_on_batch(X[:8] * np.nan, Y[:8], return_dict=True)["loss"]
-    )
+    logs = model_under().train_on_batch(X[:8] * np.nan, Y[:8], return_dict=True)
+    assert np.isnan(logs["loss"])
 
 
 class Averaging(keras.Model):
