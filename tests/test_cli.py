@@ -28,19 +28,27 @@ def test_demo_passes_its_options_on(work):
     assert result.stdout == "keras on torch\ntorch 3 fakes/a.png\n"
 
 
-def test_demo_obeys_KERAS_BACKEND_over_the_configuration_file(work):
-    install(work, "jax", "tensorflow", "torch")
-    write(work.folder, {".keras/keras.json": '{"backend": "tensorflow"}'})
-    result = work.command("demo", KERAS_BACKEND="torch")
-    assert result.stdout.startswith("keras on torch\n")
-
-
-@pytest.mark.parametrize("variables", [{}, {"KERAS_BACKEND": ""}])
-def test_demo_obeys_the_configuration_file_where_nobody_asked(work, variables):
+@pytest.mark.parametrize(
+    ("text", "variables", "expected"),
+    [
+        ('{"backend": "jax"}', {"KERAS_BACKEND": "torch"}, "torch"),
+        ('{"backend": "torch"}', {"KERAS_BACKEND": ""}, "torch"),
+        ('{"backend": "torch"}', {}, "torch"),
+        # Keras' own default, not installed here.
+        ('{"backend": "tensorflow"}', {}, "jax"),
+        ('{"backend": "numpy"}', {}, "jax"),
+        ('{"backend": 3}', {}, "jax"),
+        ("[]", {}, "jax"),
+        ("{not json", {}, "jax"),
+    ],
+)
+def test_demo_obeys_KERAS_BACKEND_and_then_a_configuration_file_that_helps(
+    work, text, variables, expected
+):
     install(work, "jax", "torch")
-    write(work.folder, {".keras/keras.json": '{"backend": "torch"}'})
+    write(work.folder, {".keras/keras.json": text})
     result = work.command("demo", **variables)
-    assert result.stdout.startswith("keras on torch\n")
+    assert result.stdout.startswith(f"keras on {expected}\n")
 
 
 def test_demo_reads_the_configuration_file_from_KERAS_HOME(work):
@@ -48,22 +56,6 @@ def test_demo_reads_the_configuration_file_from_KERAS_HOME(work):
     write(work.folder, {"elsewhere/keras.json": '{"backend": "torch"}'})
     result = work.command("demo", KERAS_HOME=str(work.folder / "elsewhere"))
     assert result.stdout.startswith("keras on torch\n")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"backend": "tensorflow"}',  # Keras' own default, not installed here
-        '{"backend": "numpy"}',
-        '{"backend": 3}',
-        "[]",
-        "{not json",
-    ],
-)
-def test_demo_goes_past_a_configuration_file_that_does_not_help(work, text):
-    install(work, "jax")
-    write(work.folder, {".keras/keras.json": text})
-    assert work.command("demo").stdout.startswith("keras on jax\n")
 
 
 @pytest.mark.parametrize(
@@ -83,27 +75,6 @@ def test_demo_without_its_backend_is_one_line_and_status_2(
     assert message in result.stderr
     assert result.stderr.startswith("keras-mp: error: ")
     assert result.stderr.count("\n") == 1
-    assert result.returncode == 2
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--epochs", "0"],
-        ["--epochs", "-1"],
-        ["--epochs", "1.5"],
-        ["--epochs", "many"],
-        ["--out", "no/such/folder/a.png"],
-        ["--out", "."],
-        ["--out", ""],
-        ["--backend", "theano"],
-    ],
-)
-def test_demo_refuses_bad_values_before_it_starts(work, args):
-    install(work, "jax")
-    result = work.command("demo", *args)
-    assert f"argument {args[0]}" in result.stderr
-    assert result.stdout == ""
     assert result.returncode == 2
 
 
@@ -278,18 +249,32 @@ def test_compare_without_a_script_is_one_line_and_status_2(work, script):
     assert result.returncode == 2
 
 
-@pytest.mark.parametrize(
-    "args", [["--seeds", "0"], ["--epochs", "x"], ["--out", "no/such/a.html"]]
-)
-def test_compare_refuses_bad_values_before_it_starts(work, args):
-    install(work, "jax")
-    result = compared(work, COMPARED, *args)
-    assert f"argument {args[0]}" in result.stderr
-    assert (result.stdout, result.returncode) == ("", 2)
-
-
 # --------------------------------------------------------------------------------
 # the command itself
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("demo", "--epochs", "0"),
+        ("demo", "--epochs", "-1"),
+        ("demo", "--epochs", "1.5"),
+        ("demo", "--epochs", "many"),
+        ("demo", "--out", "no/such/folder/a.png"),
+        ("demo", "--out", "."),
+        ("demo", "--out", ""),
+        ("demo", "--backend", "theano"),
+        ("compare", "--seeds", "0"),
+        ("compare", "--epochs", "x"),
+        ("compare", "--out", "no/such/a.html"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_starts(work, command, option, value):
+    install(work, "jax")
+    script = [work.script(COMPARED)] if command == "compare" else []
+    result = work.command(command, option, value, *script)
+    assert f"argument {option}" in result.stderr
+    assert (result.stdout, result.returncode) == ("", 2)
 
 
 COMMANDS = ("run", "demo", "inspect", "replay", "doctor", "compare")
