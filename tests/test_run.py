@@ -190,35 +190,20 @@ def test_without_a_word_of_the_user_keras_gets_a_backend_that_is_installed(
         ([], {"KERAS_BACKEND": "jax"}, "e['KERAS_BACKEND'] = 'torch'", "torch"),
         ([], {}, "e.setdefault('KERAS_BACKEND', 'torch')", "torch"),
         (["--backend", "jax"], {}, "e.setdefault('KERAS_BACKEND', 'torch')", "jax"),
+        (["--backend", "jax"], {}, "e['KERAS_BACKEND'] = 'torch'", "torch"),
     ],
 )
-def test_the_script_wins_over_the_option_and_that_over_the_environment(
+def test_the_script_wins_over_the_option_and_says_so_and_that_over_the_environment(
     work, args, variables, script, expected
 ):
     install(work, "jax", "torch")
     name = work.script(f"from os import environ as e\n{script}\nimport keras")
     result = work.command("run", *args, name, **variables)
     assert result.stdout == f"keras on {expected}\npolicy auto\n", result.stderr
-    assert result.stderr == SUMMARY
-
-
-def test_a_script_that_chooses_another_backend_than_the_option_wins_and_that_is_said(
-    work,
-):
-    install(work, "jax", "torch")
-    name = work.script("import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras")
-    result = work.command("run", "--backend", "jax", name)
-    assert result.stdout == "keras on torch\npolicy auto\n"
-    line = "keras-mp: the script chooses torch itself, and not jax\n"
-    assert result.stderr == line + SUMMARY
-
-
-def test_a_backend_that_is_asked_for_and_not_installed_is_one_line_and_status_2(work):
-    install(work, "jax")
-    result = work.command("run", "--backend", "torch", work.script("print('ran')"))
-    assert result.stderr.startswith("keras-mp: error: The backend torch is not inst")
-    assert result.stderr.count("\n") == 1
-    assert (result.stdout, result.returncode) == ("", 2)
+    said = ""
+    if args and args[1] != expected:
+        said = f"keras-mp: the script chooses {expected} itself, and not {args[1]}\n"
+    assert result.stderr == said + SUMMARY
 
 
 # --------------------------------------------------------------------------------
@@ -327,14 +312,21 @@ def test_failure_inside_keras_shows_its_own_frames_and_none_of_ours(work):
     assert "keras_mp_cli" not in result.stderr
 
 
-@pytest.mark.parametrize("script", ["missing.py", "fakes"])
-def test_script_that_cannot_be_read_is_one_line_and_status_2(work, script):
-    result = work.command("run", script)
-    assert result.stderr.startswith(
-        f"keras-mp: error: cannot read the script '{script}'"
-    )
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--backend", "torch", "train.py"], "The backend torch is not inst"),
+        (["missing.py"], "cannot read the script 'missing.py'"),
+        (["fakes"], "cannot read the script 'fakes'"),
+    ],
+)
+def test_what_is_not_there_is_one_line_and_status_2(work, args, error):
+    install(work, "jax")
+    work.script("print('ran')")
+    result = work.command("run", *args)
+    assert result.stderr.startswith(f"keras-mp: error: {error}")
     assert result.stderr.count("\n") == 1
-    assert result.returncode == 2
+    assert (result.stdout, result.returncode) == ("", 2)
 
 
 def test_unknown_policy_is_refused_with_the_ones_there_are(work):
@@ -373,10 +365,16 @@ TRAIN = """
 """
 
 
-def test_real_script_trains_in_float16_and_its_optimizer_is_summarized(tmp_path):
-    write(tmp_path, {"train.py": TRAIN})
-    result = real("run", "--policy", "mixed_float16", "train.py", home=tmp_path)
+def real_run(home, policy, *args, text=TRAIN, **variables):
+    write(home, {"train.py": text})
+    args = ("run", "--policy", policy, "train.py", *args)
+    result = real(*args, home=home, **variables)
     assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_real_script_trains_in_float16_and_its_optimizer_is_summarized(tmp_path):
+    result = real_run(tmp_path, "mixed_float16")
     assert result.stdout.endswith(" mixed_float16\n")
     summary = result.stderr.splitlines()[-1]
     assert summary.startswith("keras-mp: ")
@@ -388,11 +386,7 @@ def test_real_script_trains_in_float16_and_its_optimizer_is_summarized(tmp_path)
 def test_real_script_chooses_its_backend_itself(tmp_path, backend):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
-    write(tmp_path, {"train.py": TRAIN})
-    result = real(
-        "run", "--policy", "mixed_bfloat16", "train.py", backend, home=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
+    result = real_run(tmp_path, "mixed_bfloat16", backend)
     assert result.stdout.endswith(f"{backend} mixed_bfloat16\n")
     assert result.stderr.endswith(": no loss scaling, 2 steps\n")
 
@@ -409,15 +403,9 @@ def test_real_script_runs_where_only_one_backend_is_installed(tmp_path):
             None if name in ("jax", "tensorflow") else find(name, package)
         )
     """
-    write(tmp_path, {"train.py": TRAIN, "hiding/sitecustomize.py": hidden})
+    write(tmp_path, {"hiding/sitecustomize.py": hidden})
     path = os.pathsep.join([str(tmp_path / "hiding"), str(ROOT)])
-    result = real(
-        *["run", "--policy", "mixed_bfloat16", "train.py"],
-        home=tmp_path,
-        KERAS_BACKEND="",
-        PYTHONPATH=path,
-    )
-    assert result.returncode == 0, result.stderr
+    result = real_run(tmp_path, "mixed_bfloat16", KERAS_BACKEND="", PYTHONPATH=path)
     assert result.stdout.endswith("torch mixed_bfloat16\n")
 
 
@@ -429,13 +417,5 @@ def test_real_tensorflow_imports_keras_lazily_and_the_policy_is_set(tmp_path):
         from tensorflow import keras
         print(keras.config.dtype_policy().name)
     """
-    write(tmp_path, {"train.py": text})
-    result = real(
-        "run",
-        "--policy",
-        "mixed_float16",
-        "train.py",
-        home=tmp_path,
-        KERAS_BACKEND="tensorflow",
-    )
+    result = real_run(tmp_path, "mixed_float16", text=text, KERAS_BACKEND="tensorflow")
     assert result.stdout.endswith("mixed_float16\n"), result.stderr
