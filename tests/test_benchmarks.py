@@ -69,13 +69,14 @@ class Clock:
     """A clock that only moves when a step is taken."""
 
     def __init__(self):
-        self.now = 0.0
+        self.now, self.order = 0.0, []
 
     def __call__(self):
         return self.now
 
-    def step(self, seconds):
+    def step(self, seconds, name=""):
         def run(steps):
+            self.order.append((name, steps))
             self.now += seconds * steps
 
         return run
@@ -149,9 +150,8 @@ def test_who_does_not_agree_is_not_timed(monkeypatch):
 def test_who_is_slow_is_timed_only_where_it_is_named(monkeypatch):
     case = case_named(SMALL)._replace(slow=("keras",))
     monkeypatch.setattr(cost, "case_named", lambda name: case)
-    found = next(
-        cost.measure(SMALL, BACKEND, [p.name for p in PEERS], 0.0, smallest=True)
-    )
+    everyone = [p.name for p in PEERS]
+    found = next(cost.measure(SMALL, BACKEND, everyone, 0.0, smallest=True))
     assert "--peer keras" in found["peers"]["keras"]["slow"]
     assert cost_tables.cell(found, "keras", "keras") == "slow"
     found = next(cost.measure(SMALL, BACKEND, ["keras"], 0.0, smallest=True))
@@ -172,26 +172,25 @@ def test_a_missing_peer_is_reported(monkeypatch):
 
 @once
 def test_the_ratio_is_that_of_the_times_and_the_order_is_random():
-    clock, order = Clock(), []
-
-    def step(name, seconds):
-        def run(steps):
-            order.append((name, steps))
-            clock.now += seconds * steps
-
-        return run
-
-    others = {CONTROL: step("control", 0.01), "slow": step("slow", 0.02)}
-    timings = time_in_pairs(step("base", 0.01), others, 5.0, clock=clock)
+    clock = Clock()
+    others = {CONTROL: clock.step(0.01, "control"), "slow": clock.step(0.02, "slow")}
+    timings = time_in_pairs(clock.step(0.01, "base"), others, 5.0, clock=clock)
     assert timings["slow"].ratio.median == pytest.approx(2)
     assert timings["slow"].seconds.median == pytest.approx(0.02)
     assert is_conclusive(timings[CONTROL].ratio)
-    stretches = order[3:]  # The first three say how long a step takes.
+    stretches = clock.order[3:]  # The first three say how long a step takes.
     assert {steps for _, steps in stretches} == {3}
     pairs = [{a[0], b[0]} for a, b in zip(stretches[::2], stretches[1::2], strict=True)]
     assert all("base" in pair and len(pair) == 2 for pair in pairs)
     firsts = {name for name, _ in stretches[::2]}
     assert firsts == {"base", "control", "slow"}
+
+
+def timed(seconds, **others):
+    """For so long, what takes 0.1 s beside what takes as long as is said."""
+    clock = Clock()
+    steps = {name: clock.step(each) for name, each in others.items()}
+    return time_in_pairs(clock.step(0.1), steps, seconds, clock=clock)
 
 
 @once
@@ -200,10 +199,7 @@ def test_the_ratio_is_that_of_the_times_and_the_order_is_random():
     [(1.0, True), (1.029, True), (1.031, False), (0.96, False)],
 )
 def test_a_control_that_is_off_makes_a_case_inconclusive(control, conclusive):
-    clock = Clock()
-    timings = time_in_pairs(
-        clock.step(0.1), {CONTROL: clock.step(0.1 * control)}, 3.0, clock=clock
-    )
+    timings = timed(3.0, **{CONTROL: 0.1 * control})
     assert is_conclusive(timings[CONTROL].ratio) is conclusive
     text = cost_tables.tables([a_cost(control=control)])[0].text()
     assert ("1.20?" in text) is not conclusive
@@ -212,11 +208,7 @@ def test_a_control_that_is_off_makes_a_case_inconclusive(control, conclusive):
 
 @once
 def test_what_is_slow_is_timed_a_few_times_all_the_same():
-    clock = Clock()
-    timings = time_in_pairs(
-        clock.step(0.1), {"slow": clock.step(100)}, 1.0, clock=clock
-    )
-    assert timings["slow"].ratio.number == MIN_PAIRS
+    assert timed(1.0, slow=100)["slow"].ratio.number == MIN_PAIRS
 
 
 @once
@@ -256,7 +248,7 @@ def a_cost(case="wide", backend="jax", control=1.0, **peers):
 
 
 @once
-def test_records_are_renewed_and_the_others_stay(tmp_path):
+def test_records_are_renewed_and_stay_whole_if_one_is_cut_off(tmp_path, monkeypatch):
     path = tmp_path / "cost.json"
     kept = Results(path, "cost", ("case", "backend"))
     kept.add({"case": "a", "backend": "jax", "n": 1})
@@ -265,20 +257,13 @@ def test_records_are_renewed_and_the_others_stay(tmp_path):
     again.add({"case": "a", "backend": "jax", "n": 3})
     assert [r["n"] for r in results.read(path, "cost")] == [3, 2]
 
-
-@once
-def test_a_file_that_is_cut_off_while_it_is_written_stays_whole(tmp_path, monkeypatch):
-    path = tmp_path / "cost.json"
-    kept = Results(path, "cost", ("case",))
-    kept.add({"case": "a"})
-
     def cut_off(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(results.os, "replace", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        kept.add({"case": "b"})
-    assert results.read(path, "cost") == [{"case": "a"}]
+        again.add({"case": "c", "backend": "jax", "n": 4})
+    assert [r["n"] for r in results.read(path, "cost")] == [3, 2]
 
 
 @once
@@ -335,7 +320,8 @@ def test_what_was_measured_before_a_failure_stays_beside_it(stub):
 
 
 @once
-def test_a_case_that_takes_long_is_measured_when_it_is_named(stub):
+def test_a_case_that_takes_long_is_measured_when_it_is_named_and_there_is_time(stub):
+    assert stub(dataclasses.replace(STUB, budget=1.0)) == []
     suite = dataclasses.replace(STUB, slow=("b",))
     assert [r["case"] for r in stub(suite)] == ["a", "c"]
     assert [r["case"] for r in stub(suite, cases=["b"])] == ["a", "c", "b"]
@@ -345,19 +331,14 @@ def test_a_case_that_takes_long_is_measured_when_it_is_named(stub):
 def test_resume_leaves_out_what_is_there_and_has_not_failed(stub, monkeypatch):
     stub(cases=["a", "b"])
     begun = []
-    real = run.Process
-    monkeypatch.setattr(
-        run,
-        "Process",
-        lambda job, core: begun.append(job.about["case"]) or real(job, core),
-    )
+
+    def noted(job, core, real=run.Process):
+        begun.append(job.about["case"])
+        return real(job, core)
+
+    monkeypatch.setattr(run, "Process", noted)
     stub(resume=True)
     assert begun == ["b", "c"]
-
-
-@once
-def test_what_is_left_when_the_time_is_over_is_not_measured(stub):
-    assert stub(dataclasses.replace(STUB, budget=1.0)) == []
 
 
 @once
@@ -493,10 +474,8 @@ def test_a_suite_that_was_not_measured_says_so(suite, tmp_path):
 
 @once
 def test_numbers_go_from_the_json_into_readme(tmp_path):
-    path = tmp_path / "cost.json"
-    Results(path, "cost", cost.SUITE.identity).add(
-        a_cost(flax={"missing": "pip install flax"})
-    )
+    kept = Results(tmp_path / "cost.json", "cost", cost.SUITE.identity)
+    kept.add(a_cost(flax={"missing": "pip install flax"}))
     text = "<!-- measured: cost -->\n<!-- end of cost -->"
     rendered = readme.rendered(text, tmp_path)
     assert "| 8 wide dense layers, 3 M weights | 1.20 | missing |" in rendered
@@ -505,15 +484,18 @@ def test_numbers_go_from_the_json_into_readme(tmp_path):
     assert "| 200 small variables | not measured |" in rendered
 
 
+def a_training(case, precision, what="speed", **entries):
+    about = {"case": case, "backend": "jax", "precision": precision, "what": what}
+    return {"on": "gpu", **about, **entries}
+
+
 @once
 def test_tables_fit_a_terminal():
     records = [a_cost(case.name, b) for case in CASES for b in case.backends]
     for record in records:
-        measured = record["peers"]["keras_mp"]
+        measured, control = record["peers"]["keras_mp"], record["controls"]["keras"]
         record["peers"] = {p.name: measured for p in PEERS}
-        record["controls"] |= dict.fromkeys(
-            ("optax", "torch"), record["controls"]["keras"]
-        )
+        record["controls"] |= dict.fromkeys(("optax", "torch"), control)
     speed = {
         "device": "NVIDIA H100 80GB HBM3",
         "batch": 4096,
@@ -521,15 +503,11 @@ def test_tables_fit_a_terminal():
         "peak_bytes": 12_300_000_000,
         "share_of_peak": 0.45,
     }
-    trained = [
-        {"on": "gpu", "case": c.name, "backend": "jax", "precision": p, **entries}
-        for c in TRAIN_CASES
-        for p in train_tables.PRECISIONS
-        for entries in (
-            {"what": "speed", **speed},
-            {"what": "fits", "largest_batch": 16384},
-        )
-    ]
+    trained = []
+    for case in TRAIN_CASES:
+        for p in train_tables.PRECISIONS:
+            trained.append(a_training(case.name, p, **speed))
+            trained.append(a_training(case.name, p, "fits", largest_batch=16384))
     for tables in (cost_tables.tables(records), train_tables.tables(trained)):
         for table in tables:
             text = table.text()
@@ -754,27 +732,18 @@ def test_the_command_imports_keras_on_a_backend_that_is_here(asked, monkeypatch)
 
 @once
 def test_the_command_measures_a_case_and_writes_it(tmp_path):
+    def ended(line):
+        line = [sys.executable, "-m", "benchmarks", *line.split(), "--out", str(out)]
+        options = {"capture_output": True, "text": True, "timeout": 240}
+        return subprocess.run(line, cwd=readme.ROOT, **options)
+
     out = tmp_path / "out.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--suite", "seams",
-         "--case", "layer-call", "--backend", "jax", "--seconds", "1",
-         "--out", str(out)],
-        capture_output=True,
-        text=True,
-        cwd=readme.ROOT,
-        timeout=240,
-    )  # fmt: skip
+    done = ended("--suite seams --case layer-call --backend jax --seconds 1")
     assert done.returncode == 0, done.stderr
     assert "a layer's call outside jit" in done.stdout
     [record] = results.read(out, "seams")
     assert record["case"] == "layer-call" and record["ratios"]
-    wrong = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--case", "narrow"],
-        capture_output=True,
-        text=True,
-        cwd=readme.ROOT,
-        timeout=240,
-    )
+    wrong = ended("--case narrow")
     assert wrong.returncode == 2
     assert "error: `case` must be one of wide" in wrong.stderr.splitlines()[-1]
 
@@ -788,16 +757,8 @@ def test_pictures_are_drawn():
     labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
     assert labels == ["wide, jax", "cnn, jax"]
     records = [
-        {
-            "on": "gpu",
-            "case": "mlp",
-            "backend": "jax",
-            "precision": precision,
-            "what": "speed",
-            "examples_per_second": {"median": rate},
-            "peak_bytes": None,
-        }
-        for precision, rate in (("tf32", 10), ("mixed_float16", 30))
+        a_training("mlp", p, examples_per_second={"median": rate}, peak_bytes=None)
+        for p, rate in (("tf32", 10), ("mixed_float16", 30))
     ]
     left, right = train_tables.plot(records).axes
     assert left.patches[0].get_width() == 3
