@@ -138,12 +138,6 @@ class Block(layers.Layer):
         return x
 
 
-def test_of_a_layer_made_of_layers_the_one_within_is_found():
-    found = find(mixed(layers.Dense(8), Block(name="block")), (X, Y), verbose=0)
-    assert found.paths == ("model/block/fault",)
-    assert found.candidates == 2
-
-
 class Whole(Block):
     """At fault itself, not by the layers that it holds."""
 
@@ -155,7 +149,10 @@ class Whole(Block):
         return Squared.wrong(self, keras.ops.cast(super().call(x), self.compute_dtype))
 
 
-def test_or_the_whole_of_it_where_none_within_is_enough():
+def test_of_a_layer_made_of_layers_the_one_within_is_found_or_the_whole_of_it():
+    found = find(mixed(layers.Dense(8), Block(name="block")), (X, Y), verbose=0)
+    assert found.paths == ("model/block/fault",)
+    assert found.candidates == 2
     found = find(mixed(layers.Dense(8), Whole(name="block")), (X, Y), verbose=0)
     assert found.paths == ("model/block",)
 
@@ -170,14 +167,11 @@ def test_the_policy_that_it_gives_does_what_was_found():
     assert again.paths == () and again.before.agrees
 
 
-def test_a_model_in_float32_is_judged_as_if_mixed():
+def test_a_model_in_float32_is_judged_as_if_mixed_and_its_loss_scaled():
     model = planted(Muted)
     keras_mp.convert(model, "float32")
     found = find(model, (X, Y), verbose=0)
     assert found.policy == "mixed_float16" and found.paths == ("model/fault",)
-
-
-def test_and_as_if_its_loss_was_scaled():
     healthy = mixed(layers.Dense(8), policy="float32")
     assert find(healthy, (X, Y), verbose=0).scale == 2.0**15
 
@@ -301,12 +295,9 @@ def test_in_half_precision_the_same_is_drawn(shape):
     }
     for draw in draws.values():
         with same_draws_in_every_dtype():
-            wide, half = (keras.ops.cast(draw(d), "float32") for d in DTYPES)
-        np.testing.assert_allclose(*map(np.array, (wide, half)), atol=0.01)
-        assert len(set(np.array(wide).ravel())) > 1
-
-
-DTYPES = ("float32", "bfloat16")
+            wide, half = values(draw(d) for d in ("float32", "bfloat16"))
+        np.testing.assert_allclose(wide, half.astype("float32"), atol=0.01)
+        assert len(set(wide.ravel())) > 1
 
 
 # What it takes and tells --------------------------------------------------------------
@@ -358,11 +349,14 @@ def test_what_is_no_batch_is_refused(data, message):
         find(mixed(layers.Dense(8)), (X, Y), verbose="loud")
 
 
-def test_inputs_alone_are_a_batch():
-    """As `fit` takes them, of a model whose layers bring its loss."""
-    made = [layers.Dense(8), Squared(name="fault"), layers.ActivityRegularization(1e-3)]
-    model = mixed(*made, loss=None)
-    assert find(model, X, verbose=0).paths == ("model/fault",)
+@pytest.mark.parametrize("variables_move_it", [True, False])
+def test_inputs_alone_are_a_batch_of_a_model_whose_layers_bring_its_loss(
+    variables_move_it,
+):
+    made = [Squared(name="fault"), layers.ActivityRegularization(1e-3)]
+    if variables_move_it:
+        made.insert(0, layers.Dense(8))
+    assert find(mixed(*made, loss=None), X, verbose=0).paths == ("model/fault",)
 
 
 def test_a_compute_loss_of_before_keras_had_training_is_called_as_it_is():
@@ -374,12 +368,6 @@ def test_a_compute_loss_of_before_keras_had_training_is_called_as_it_is():
     keras_mp.convert(model, "mixed_float16")
     model.compile("sgd", run_eagerly=True)
     assert find(model, (X, Y), verbose=0).paths == (f"{model.name}/fault",)
-
-
-def test_a_loss_that_no_variable_moves_is_no_error():
-    made = [Squared(name="fault"), layers.ActivityRegularization(1e-3)]
-    found = find(mixed(*made, loss=None), X, verbose=0)
-    assert found.paths == ("model/fault",)
 
 
 def test_other_models_are_refused():

@@ -1,7 +1,6 @@
 """The head of a model: products with half-precision operands and float32 results."""
 
 import copy
-import functools
 
 import keras
 import numpy as np
@@ -49,8 +48,12 @@ def ending_in(*head, features=(FEATURES,)):
     return keras.Sequential([keras.Input(features), body, *head])
 
 
+def dense(*after, **options):
+    return ending_in(layers.Dense(CLASSES, **options), *after)
+
+
 def lora():
-    model = ending_in(layers.Dense(CLASSES))
+    model = dense()
     model.layers[-1].enable_lora(4)
     return model
 
@@ -105,12 +108,9 @@ def concatenated():
 # The products of the body come first: one, and one of its gradient, whose input is
 # data. A product of weights alone is summed in float32 too.
 HEADS = {
-    "Dense": (lambda: ending_in(layers.Dense(CLASSES)), 1),
-    "Dense without a bias": (
-        lambda: ending_in(layers.Dense(CLASSES, use_bias=False)),
-        1,
-    ),
-    "softmax": (lambda: ending_in(layers.Dense(CLASSES, "softmax")), 1),
+    "Dense": (dense, 1),
+    "Dense without a bias": (lambda: dense(use_bias=False), 1),
+    "softmax": (lambda: dense(activation="softmax"), 1),
     "EinsumDense": (lambda: ending_in(layers.EinsumDense("ab,bc->ac", CLASSES)), 1),
     "LoRA": (lora, 2),
     "TimeDistributed": (wrapped, STEPS),
@@ -119,10 +119,7 @@ HEADS = {
     # The gradient by weights that are used twice is float32 too.
     "tied weights": (reversible, 2),
     "ReversibleEmbedding": (lambda: reversible(tie_weights=False), 1),
-    "Dense, then softmax": (
-        lambda: ending_in(layers.Dense(CLASSES), layers.Activation("softmax")),
-        1,
-    ),
+    "Dense, then softmax": (lambda: dense(layers.Activation("softmax")), 1),
     "made of layers, concatenated": (concatenated, 2),
 }
 CONVOLUTIONS = {
@@ -166,25 +163,17 @@ def test_every_product_has_half_operands_and_the_head_float32_results(name, half
     assert model.outputs[0].dtype == "float32"
 
 
-@functools.cache
-def in_float32(name):
-    """The weights from which float32 starts, and the losses of its first steps."""
-    keras.utils.set_random_seed(0)
-    with keras_mp.policy_scope("float32"):
-        model = compiled(HEADS[name][0]())
-    weights, batch = model.get_weights(), data_for(model)
-    return weights, [float(model.train_on_batch(*batch)) for _ in range(3)]
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_it_trains_as_float32_does(name):
     # The policies take turns.
     policy, half = list(POLICIES.items())[list(HEADS).index(name) % len(POLICIES)]
+    with keras_mp.policy_scope("float32"):
+        model = compiled(HEADS[name][0]())
+    weights, batch = model.get_weights(), data_for(model)
+    losses = [float(model.train_on_batch(*batch)) for _ in range(3)]
     keras_mp.set_global_policy(policy)
-    weights, losses = in_float32(name)
     model = compiled(HEADS[name][0]())
     model.set_weights(weights)
-    batch = data_for(model)
     for expected in losses:
         assert float(model.train_on_batch(*batch)) == pytest.approx(
             expected, rel=2 * 2.0 ** (-11 if half == "float16" else -8)
@@ -244,7 +233,7 @@ def test_so_is_the_last_layer_of_a_model_within():
     class Outer(keras.Model):
         def __init__(self):
             super().__init__()
-            self.inner = ending_in(layers.Dense(CLASSES))
+            self.inner = dense()
 
         def call(self, x):
             return self.inner(x)
@@ -302,8 +291,8 @@ KEPT = {
     "fed by the model's input": lambda: keras.Sequential(
         [keras.Input((WIDTH,)), layers.Dense(CLASSES)]
     ),
-    "a dtype of the user's": lambda: ending_in(layers.Dense(CLASSES, dtype="float32")),
-    "float32=": lambda: ending_in(layers.Dense(CLASSES, name="kept")),
+    "a dtype of the user's": lambda: dense(dtype="float32"),
+    "float32=": lambda: dense(name="kept"),
     "recurrent": lambda: ending_in(layers.GRU(WIDTH * 2), features=(STEPS, FEATURES)),
 }
 if BACKEND != "jax":
@@ -321,7 +310,7 @@ def test_products_of_other_heads_stay_in_float32(name, half):
 
 
 def test_a_float16_gradient_is_half_only_where_the_loss_is_scaled(half):
-    model = compiled(ending_in(layers.Dense(CLASSES)), auto_scale_loss=False)
+    model = compiled(dense(), auto_scale_loss=False)
     products = products_of(model, *data_for(model))
     assert products["float32"] == (2 if half == "float16" else 0)
     assert products[f"{half} -> float32"] == 1
@@ -402,10 +391,12 @@ def test_rounding_is_that_of_operands_and_not_of_results(spread, half):
     assert error(losses32, losses) ** 2 < 0.7 * error(losses16, losses) ** 2
 
 
-def test_a_reopened_model_computes_what_it_did(half, tmp_path):
-    model = compiled(ending_in(layers.Dense(CLASSES, name="head")))
+@pytest.mark.parametrize("dtype", [None, "float32"], ids=["", "float32 by the user"])
+def test_a_reopened_model_computes_what_it_did(dtype, half, tmp_path):
+    model = compiled(dense(name="head", dtype=dtype))
     batch = data_for(model)
     products = products_of(model, *batch)
+    assert products["float32"] == (3 if dtype else 0)
     model.save(tmp_path / "model.keras")
     for global_policy in ("float32", keras_mp.global_policy()):
         keras_mp.set_global_policy(global_policy)
@@ -413,21 +404,12 @@ def test_a_reopened_model_computes_what_it_did(half, tmp_path):
         reopened.optimizer.build(reopened.trainable_variables)
         assert products_of(reopened, *batch) == products
     config = model.layers[-1].get_config()["dtype"]
-    assert (
-        config["class_name"] == "DTypePolicy" and config["config"]["name"] == "float32"
-    )
-
-
-def test_float32_of_the_users_is_found_again(half, tmp_path):
-    model = compiled(ending_in(layers.Dense(CLASSES, dtype="float32")))
-    model.save(tmp_path / "model.keras")
-    reopened = keras.models.load_model(tmp_path / "model.keras")
-    reopened.optimizer.build(reopened.trainable_variables)
-    assert products_of(reopened, *data_for(model))["float32"] == 3
+    assert config["class_name"] == "DTypePolicy"
+    assert config["config"]["name"] == "float32"
 
 
 def test_copies_and_conversions_compute_what_the_model_did(half):
-    model = compiled(ending_in(layers.Dense(CLASSES)))
+    model = compiled(dense())
     batch = data_for(model)
     products = products_of(model, *batch)
     copied = copy.deepcopy(model)

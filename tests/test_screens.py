@@ -125,10 +125,8 @@ def test_names_are_shown_as_they_are_and_run_nothing(shown, window):
     assert sorted(window.texts("details td:first-child")) == sorted(names)
     assert any(ODD in name for name in names) and any(LONG in name for name in names)
     assert window.texts("h2")[0].startswith(f"{shown.report.model}: ")
-    assert window.ask("return [typeof hit, all('img, script').length]") == [
-        "undefined",
-        0,
-    ]
+    ran = window.ask("return [typeof hit, all('img, script').length]")
+    assert ran == ["undefined", 0]
 
 
 def test_the_page_loads_nothing_and_the_console_is_silent(shown):
@@ -307,6 +305,9 @@ def test_a_cell_can_be_read_and_leaves_the_notebook_as_it_is(
 
 FULL = range_of(2.0 ** np.arange(-60, 20.0)).shares
 LOSSES = {"float32": [2.0, 0.5], "mixed_float16": [2.1, 0.5], "mixed_bfloat16": [2, 1]}
+ACCURACY = "accuracy", {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]}, 0.035
+TIMES = {"time per step": {"mixed_float16": (0.5, 0.4, 0.7)}}
+WEIGHTS = {"by weights (0% are 0)": FULL}
 DRAWN = {
     plots.plot_training: [
         (LOSSES, [2.0**15, 2.0**14, 2.0**14, 2.0**15], [2]),
@@ -316,33 +317,23 @@ DRAWN = {
     plots.plot_comparison: [
         (
             {"float32": [[2.0, 1.0], [2.1, 1.1]], "mixed_float16": [[2.0, np.nan]] * 2},
-            "accuracy",
-            {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]},
-            0.035,
-            {
-                "time per step": {"mixed_float16": (0.5, 0.4, 0.7)},
-                "peak memory": {"mixed_float16": None},
-            },
+            *ACCURACY,
+            TIMES | {"peak memory": {"mixed_float16": None}},
         ),
         (
             {"float32": [[2.0], [2.2]], "mixed_float16": [[2.1], [np.inf]]},
-            "accuracy",
-            {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]},
-            0.035,
-            {"time per step": {"mixed_float16": (0.5, 0.4, 0.7)}},
+            *ACCURACY,
+            TIMES,
         ),
     ],
     plots.plot_gradients: [
         (
-            {
-                "by weights (0% are 0)": FULL,
-                "by activations (0% are 0, 100% are not finite)": {},
-            },
+            WEIGHTS | {"by activations (0% are 0, 100% are not finite)": {}},
             2.0**15,
         ),
         ({"by activations (0% are 0)": range_of(X).shares}, 1.0),
         ({}, 2.0**24),
-        ({"by weights (0% are 0)": FULL}, 2.0**15, {"output of model/square": FULL}),
+        (WEIGHTS, 2.0**15, {"output of model/square": FULL}),
         ({}, 1.0, {"output of model/a": FULL, "output of model/b": {13: 1.0}}),
     ],
 }
@@ -357,11 +348,8 @@ def test_every_plot_is_among_those_that_are_drawn_here():
     def draws(function):
         return inspect.signature(function).return_annotation is Figure
 
-    found = {
-        function
-        for name, function in inspect.getmembers(plots, inspect.isfunction)
-        if not name.startswith("_") and draws(function)
-    }
+    functions = inspect.getmembers(plots, inspect.isfunction)
+    found = {x for name, x in functions if not name.startswith("_") and draws(x)}
     assert found == set(DRAWN)
 
 
@@ -375,12 +363,13 @@ def test_a_plot_has_a_title_axes_with_units_and_a_sentence(plot, arguments):
             assert label in COUNTS or re.fullmatch(r"\w.* \(.+\)", label)
     (caption,) = figure.texts
     assert re.fullmatch(r"[A-Z].*\.", caption.get_text(), re.DOTALL)
+    # A notebook shows the plot that a cell ends with.
+    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_one_epoch_is_bars_from_0_and_a_cross_is_where_a_training_diverged():
-    lines, bars = (
-        plots.plot_comparison(*case) for case in DRAWN[plots.plot_comparison]
-    )
+    plot = plots.plot_comparison
+    lines, bars = (plot(*case) for case in DRAWN[plot])
     heights = [bar.get_height() for bar in bars.axes[0].patches]
     assert heights == [pytest.approx(2.1), 2.1] and bars.axes[0].get_ylim()[0] == 0
     assert [text.get_text() for text in bars.axes[0].texts] == ["1 not finite"]
@@ -407,11 +396,6 @@ def test_a_picture_of_a_report_follows_the_page_and_the_window(browser, tmp_path
 
 
 @drawn
-def test_a_notebook_shows_a_plot_that_a_cell_ends_with(plot, arguments):
-    assert plot(*arguments)._repr_png_().startswith(b"\x89PNG")
-
-
-@drawn
 def test_nothing_in_a_plot_is_cut_off_or_covered(plot, arguments):
     figure = plot(*arguments)
     figure.draw_without_rendering()
@@ -425,12 +409,8 @@ def test_nothing_in_a_plot_is_cut_off_or_covered(plot, arguments):
         legend = axes.get_legend()
         if legend:
             area = legend.get_window_extent()
-            bars = [
-                bar.get_window_extent()
-                for group in axes.containers
-                if isinstance(group, BarContainer)
-                for bar in group
-            ]
+            groups = [x for x in axes.containers if isinstance(x, BarContainer)]
+            bars = [bar.get_window_extent() for group in groups for bar in group]
             assert not any(area.overlaps(bar) for bar in bars)
             for line in axes.get_lines():
                 path = line.get_path().transformed(line.get_transform())
@@ -463,6 +443,14 @@ def compared():
     )
 
 
+def searched():
+    model = modelled("mixed_float16", 1e3)
+    return keras_mp.find_float32_layers(model, (X, Y), verbose=0)
+
+
+NO_KERNEL = "NotImplementedError: no kernel"
+
+
 def examined():
     chip = devices.Device("cuda", "a GPU " + "with a long name " * 6, (9, 0))
     return doctor.Examination(
@@ -472,9 +460,7 @@ def examined():
         side=4096,
         products=(
             doctor.Product("float32", 123456.789, 1.0),
-            doctor.Product(
-                "float16", failure="NotImplementedError: " + "no kernel " * 4
-            ),
+            doctor.Product("float16", failure=NO_KERNEL + " no kernel" * 3),
         ),
         missing=("word " * 40,),
     )
@@ -488,13 +474,8 @@ TABLES = {
         f"{LONG}/{LONG}",
     ),
     "diagnostics/comparison/comparison_report.py": (compared, "mixed_bfloat16"),
-    "diagnostics/doctor.py": (examined, "NotImplementedError: no kernel"),
-    "diagnostics/float32_search/search_report.py": (
-        lambda: keras_mp.find_float32_layers(
-            modelled("mixed_float16", 1e3), (X, Y), verbose=0
-        ),
-        f"a_{LONG}/<img",
-    ),
+    "diagnostics/doctor.py": (examined, NO_KERNEL),
+    "diagnostics/float32_search/search_report.py": (searched, f"a_{LONG}/<img"),
     "diagnostics/inspection/layer_report.py": (
         lambda: keras_mp.inspect(modelled("mixed_float16")),
         f"a_{LONG}/{LONG}",
@@ -527,9 +508,8 @@ def test_a_table_fits_80_columns_and_cuts_nothing_off(name):
     assert not any("…" in line for line in lines)
     # A long path goes on below itself, within its column.
     columns = [re.split("  +", line.strip()) for line in lines]
-    assert any(
-        expected in "".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)
-    )
+    joined = ["".join(c[i] for c in columns if len(c) > i) for i in (0, 1, 4, 5)]
+    assert any(expected in text for text in joined)
 
 
 def test_no_name_is_broken_but_where_a_word_ends():
