@@ -114,12 +114,11 @@ def test_weights_are_bfloat16_but_for_small_heads_and_rules(build, activation, l
 
 
 def test_the_users_layers_stay_in_float32_with_their_weights():
-    with keras_mp.policy_scope(
-        BFloat16(float32=[".*hidden", layers.LayerNormalization])
-    ):
-        model = compiled(classifier())
-    assert set(dtypes_of(model.layers[0]).values()) == {"float32"}
-    assert set(dtypes_of(model.layers[2]).values()) == {"float32"}
+    policy = BFloat16(float32=[".*hidden", layers.LayerNormalization])
+    with keras_mp.policy_scope(policy):
+        hidden, _, normalization, _ = compiled(classifier()).layers
+    dtypes = dtypes_of(hidden) | dtypes_of(normalization)
+    assert len(dtypes) == 4 and set(dtypes.values()) == {"float32"}
 
 
 def test_a_rule_that_speaks_after_a_layer_was_built_brings_its_weights_along():
@@ -183,13 +182,9 @@ def test_logits_of_tied_weights_are_float32():
     body = keras.Model(ids, hidden)
     assert dtypes_of(table) == {"embeddings": "bfloat16"}
     x = np.array([[1, 2, 3]])
-    rows, kernel = (
-        keras.ops.convert_to_numpy(keras.ops.cast(v, "float32"))
-        for v in (body(x), table.embeddings)
-    )
-    expected = rows.astype("float64") @ kernel.T.astype("float64")
-    found = keras.ops.convert_to_numpy(model(x))
+    rows, kernel, found = values([body(x), table.embeddings, model(x)])
     assert found.dtype == "float32"
+    expected = rows.astype("float64") @ kernel.T.astype("float64")
     # Rounded to bfloat16 they would be 2e-3 off.
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < 1e-5
@@ -275,18 +270,16 @@ def test_it_trains_as_in_float32():
     assert found[-1] < 0.7 * found[0]
 
 
-@pytest.mark.parametrize("name", ["Nadam", "LossScaleOptimizer"])
-def test_compile_wraps_an_optimizer_and_what_scales_stays_outside(name):
-    inner = optimizers.Adam() if name == "LossScaleOptimizer" else None
-    kind = getattr(keras_mp if inner else optimizers, name)
-    model = compiled(subclassed(), kind(inner) if inner else kind())
-    if inner:
-        assert is_rounding(model.optimizer.inner_optimizer)
-        assert model.optimizer.inner_optimizer.inner_optimizer is inner
-    else:
-        assert is_rounding(model.optimizer)
-    first, *_, last = trained(model, epochs=3)
-    assert last < first and np.isfinite(last)
+def test_compile_wraps_an_optimizer_and_what_scales_stays_outside():
+    adam = optimizers.Adam()
+    plain = compiled(subclassed(), optimizers.Nadam())
+    scaled = compiled(subclassed(), keras_mp.LossScaleOptimizer(adam))
+    assert is_rounding(plain.optimizer)
+    assert is_rounding(scaled.optimizer.inner_optimizer)
+    assert scaled.optimizer.inner_optimizer.inner_optimizer is adam
+    for model in (plain, scaled):
+        first, *_, last = trained(model, epochs=3)
+        assert last < first and np.isfinite(last)
 
 
 @pytest.mark.once
@@ -309,13 +302,10 @@ def test_other_optimizers_that_a_model_holds_are_wrapped_too():
 
 
 def test_nothing_is_wrapped_where_no_weight_of_ours_is_bfloat16():
-    with keras_mp.policy_scope(keras.DTypePolicy("bfloat16")):
-        assert not is_rounding(compiled(classifier(), "sgd").optimizer)
-    kept = BFloat16(float32=[".*"])
-    with keras_mp.policy_scope(kept):
-        assert not is_rounding(compiled(classifier(), "sgd").optimizer)
-    with keras_mp.policy_scope("mixed_bfloat16"):
-        assert not is_rounding(compiled(classifier(), "sgd").optimizer)
+    theirs, kept = keras.DTypePolicy("bfloat16"), BFloat16(float32=[".*"])
+    for policy in (theirs, kept, "mixed_bfloat16"):
+        with keras_mp.policy_scope(policy):
+            assert not is_rounding(compiled(classifier(), "sgd").optimizer)
     model = classifier()
     model.trainable = False
     assert not is_rounding(compiled(model, "sgd").optimizer)
@@ -323,13 +313,12 @@ def test_nothing_is_wrapped_where_no_weight_of_ours_is_bfloat16():
 
 def test_attention_alone_has_bfloat16_weights():
     inputs = keras.Input((4, 16))
-    outputs = layers.MultiHeadAttention(2, 8)(inputs, inputs)
-    outputs = layers.Flatten()(outputs)
-    model = keras.Model(inputs, layers.Dense(4)(outputs))
-    compiled(model)
+    attention = layers.MultiHeadAttention(2, 8)
+    hidden = layers.Flatten()(attention(inputs, inputs))
+    model = compiled(keras.Model(inputs, layers.Dense(4)(hidden)))
     assert is_rounding(model.optimizer)
-    kernels = [v for v in model.layers[1].trainable_variables]
-    assert {private.stored_dtype(v) for v in kernels} == {"bfloat16"}
+    dtypes = {private.stored_dtype(v) for v in attention.trainable_variables}
+    assert dtypes == {"bfloat16"}
 
 
 def test_a_fixed_loss_scale_is_divided_out_again():
@@ -345,9 +334,8 @@ def test_a_fixed_loss_scale_is_divided_out_again():
         optimizer.apply([gradient], [variable])
         updates.append(values([variable])[0].astype("float32"))
     assert (updates[0] == updates[1]).all() and (updates[0] == 0.5).all()
-    assert (
-        keras_mp.LossScaleOptimizer(optimizer) and optimizer.loss_scale_factor is None
-    )
+    assert keras_mp.LossScaleOptimizer(optimizer)
+    assert optimizer.loss_scale_factor is None
 
 
 # Models that exist already ----------------------------------------------------------
@@ -385,9 +373,8 @@ def test_convert_of_a_model_under_it_does_nothing_and_of_one_not_built_works():
     keras_mp.convert(model, "bfloat16")
     compiled(model)
     trained(model)
-    assert dtypes_of(model.layers[0])["kernel"] == "bfloat16" and is_rounding(
-        model.optimizer
-    )
+    assert dtypes_of(model.layers[0])["kernel"] == "bfloat16"
+    assert is_rounding(model.optimizer)
 
 
 # Files ------------------------------------------------------------------------------
