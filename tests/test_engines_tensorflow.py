@@ -1,5 +1,6 @@
 """Loss scaling under tf.distribute: all replicas skip, or none."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -112,6 +113,15 @@ def variable_and_optimizer(strategy, inner=keras.optimizers.SGD, **kwargs):
     return variable, optimizer
 
 
+def in_a_graph(strategy, optimizer, grad, variable, **options):
+    """A step in which each replica applies the same gradient."""
+    return tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([grad], [variable])),
+        autograph=False,
+        **options,
+    )
+
+
 def test_sparse_gradients_reach_the_inner_optimizer_sparse():
     seen = []
 
@@ -123,10 +133,7 @@ def test_sparse_gradients_reach_the_inner_optimizer_sparse():
     strategy = mirrored(2)
     variable, optimizer = variable_and_optimizer(strategy, Watching)
     sparse = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([2, 2]))
-    tf.function(
-        lambda: strategy.run(lambda: optimizer.apply([sparse], [variable])),
-        autograph=False,
-    )()
+    in_a_graph(strategy, optimizer, sparse, variable)()
     assert set(seen) == {tf.IndexedSlices}
 
 
@@ -156,13 +163,10 @@ def test_skips_in_a_row_end_an_eager_loop():
     strategy = mirrored(2)
     variable, optimizer = variable_and_optimizer(strategy, max_consecutive_skips=2)
 
-    def step():
-        bad = tf.fill((2, 2), float("nan"))
-        strategy.run(lambda: optimizer.apply([bad], [variable]))
-
-    step()
+    grads = [tf.fill((2, 2), float("nan"))]
+    strategy.run(lambda: optimizer.apply(grads, [variable]))
     with pytest.raises(keras_mp.errors.TrainingDivergedError, match="2 steps in a row"):
-        step()
+        strategy.run(lambda: optimizer.apply(grads, [variable]))
 
 
 # What cannot be ------------------------------------------------------------------
@@ -179,26 +183,21 @@ def test_applied_outside_of_run_the_error_names_run(compiled):
         step()
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_an_optimizer_created_outside_of_the_scope_is_refused(built):
+@pytest.mark.parametrize(
+    "created, momentum, built",
+    [("outside", 0.5, True), ("outside", 0.5, False), ("within", 0.0, True)],
+)
+def test_an_optimizer_created_or_built_out_of_scope_is_refused(
+    created, momentum, built
+):
     # Each replica would move its one scale and its one set of slots.
     strategy = mirrored(2)
     with strategy.scope():
         variable = keras.Variable([1.0, 2.0])
-    optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.5))
+    with strategy.scope() if created == "within" else contextlib.nullcontext():
+        optimizer = keras_mp.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum))
     if built:
         optimizer.build([variable])
-    optimizer.scale_loss(1.0)
-    with pytest.raises(ValueError, match=r"created, and built, within `strategy\.sco"):
-        strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))
-
-
-def test_an_optimizer_built_outside_of_the_scope_is_refused():
-    strategy = mirrored(2)
-    with strategy.scope():
-        variable = keras.Variable([1.0, 2.0])
-        optimizer = keras_mp.LossScaleOptimizer("sgd")
-    optimizer.build([variable])
     optimizer.scale_loss(1.0)
     with pytest.raises(ValueError, match=r"created, and built, within `strategy\.sco"):
         strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))
@@ -210,10 +209,7 @@ def test_an_optimizer_that_a_compiled_step_would_build_is_refused():
         variable = keras.Variable([1.0, 2.0])
         optimizer = keras_mp.LossScaleOptimizer("sgd")
     optimizer.scale_loss(1.0)
-    step = tf.function(
-        lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable])),
-        autograph=False,
-    )
+    step = in_a_graph(strategy, optimizer, tf.ones(2), variable)
     with pytest.raises(ValueError, match="must be built before"):
         step()
 
@@ -222,11 +218,8 @@ def test_tensorflow_compiles_no_mirrored_variable_of_cpus_with_xla():
     # So gradients may be XLA's, and `apply` stands outside of them.
     strategy = mirrored(2)
     variable, optimizer = variable_and_optimizer(strategy)
-    step = tf.function(
-        lambda: strategy.run(lambda: optimizer.apply([tf.ones((2, 2))], [variable])),
-        jit_compile=True,
-        autograph=False,
-    )
+    grad = tf.ones((2, 2))
+    step = in_a_graph(strategy, optimizer, grad, variable, jit_compile=True)
     with pytest.raises(tf.errors.InvalidArgumentError, match="different_device"):
         step()
 
@@ -240,10 +233,7 @@ def test_tensorflow_accumulates_no_gradients_in_a_compiled_step(wrap):
         optimizer = wrap(keras.optimizers.SGD(gradient_accumulation_steps=2))
         optimizer.build([variable])
     optimizer.scale_loss(1.0)
-    step = tf.function(
-        lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable])),
-        autograph=False,
-    )
+    step = in_a_graph(strategy, optimizer, tf.ones(2), variable)
     with pytest.raises(RuntimeError, match="merge_call"):
         step()
 
@@ -315,25 +305,23 @@ def scaling_states(model, strategy=None):
 
 
 # The samples of a batch are dealt out in order: the first replica has the first.
-@pytest.mark.parametrize("sample", [0, BATCH - 1])
-@pytest.mark.parametrize("mode", FIT_MODES)
-def test_in_fit_a_sample_poisoned_on_one_replica_leaves_no_trace_on_any(mode, sample):
-    _, clean_history, clean = trained(2, (), mode=mode)
-    model, history, skipped = trained(2, (0, 2), sample, mode)
+@pytest.mark.parametrize(
+    "replicas, at, sample, mode",
+    [
+        *((2, (0, 2), sample, mode) for sample in (0, BATCH - 1) for mode in FIT_MODES),
+        (4, (1,), BATCH - 1, "compiled"),
+    ],
+)
+def test_in_fit_a_sample_poisoned_on_one_replica_leaves_no_trace_on_any(
+    replicas, at, sample, mode
+):
+    _, clean_history, clean = trained(replicas, (), mode=mode)
+    model, history, skipped = trained(replicas, at, sample, mode)
     for clean_replica, replica in zip(clean, skipped, strict=True):
         assert same_bits(clean_replica, replica)
     assert history == clean_history
-    # The loss was broken on one replica: the scale stays on both.
-    assert scaling_states(model) == [[256.0, 4, 2, 0, 2]] * 2
-
-
-def test_in_fit_four_replicas_follow_the_last_one_of_them():
-    _, clean_history, clean = trained(4, ())
-    model, history, skipped = trained(4, (1,), BATCH - 1)
-    for clean_replica, replica in zip(clean, skipped, strict=True):
-        assert same_bits(clean_replica, replica)
-    assert history == clean_history
-    assert scaling_states(model) == [[256.0, 4, 1, 0, 1]] * 4
+    # The loss was broken on one replica: the scale stays on all.
+    assert scaling_states(model) == [[256.0, 4, len(at), 0, len(at)]] * replicas
 
 
 def test_in_fit_batch_logs_show_no_skipped_step():
