@@ -5,6 +5,7 @@ import functools
 import keras
 import numpy as np
 
+import keras_mp
 from keras_mp import seams
 
 BACKEND = keras.backend.backend()
@@ -33,15 +34,21 @@ def same_bits(before, after):
 def stateful_step(optimizer, variables, compiled):
     """A function of gradients that applies them to `variables`, in a mode of COMPILED.
 
-    It takes the loss, before it was scaled, as a second argument.
+    It takes the loss, before it was scaled, as a second argument; only an optimizer
+    that scales is told of it.
     """
+    scales = isinstance(optimizer, keras_mp.LossScaleOptimizer)
+
+    def told(loss):
+        return {"loss": loss} if scales else {}
+
     if BACKEND == "tensorflow" and compiled:
         import tensorflow as tf
 
         if compiled == "xla":
             optimizer.build(variables)  # XLA's functions create no variables.
         function = tf.function(
-            lambda grads, loss: optimizer.apply(grads, variables, loss=loss),
+            lambda grads, loss: optimizer.apply(grads, variables, **told(loss)),
             jit_compile=compiled == "xla",
         )
         return lambda grads, loss=1.0: function(tensors(grads), tf.constant(loss))
@@ -51,7 +58,7 @@ def stateful_step(optimizer, variables, compiled):
         optimizer.build(variables)
         function = jax.jit(
             lambda state, grads, trainable, loss: optimizer.stateless_apply(
-                state, grads, trainable, loss=loss
+                state, grads, trainable, **told(loss)
             )
         )
 
@@ -68,7 +75,9 @@ def stateful_step(optimizer, variables, compiled):
                 variable.assign(value)
 
         return step
-    return lambda grads, loss=1.0: optimizer.apply(tensors(grads), variables, loss=loss)
+    return lambda grads, loss=1.0: optimizer.apply(
+        tensors(grads), variables, **told(loss)
+    )
 
 
 def tensors(grads):
