@@ -66,11 +66,6 @@ class Counting(Masked):
         return super().call(x)
 
 
-class Wrong(layers.Layer):
-    def call(self, x):
-        raise ValueError("dtype or not, this layer is wrong")
-
-
 def sinusoidal_embedding(x):
     """As in Keras' example of DDIM: angles in float32, whatever `x` is."""
     frequencies = ops.exp(ops.linspace(ops.log(1.0), ops.log(100.0), 4))
@@ -82,10 +77,7 @@ def denoiser():
     """The network of Keras' example of DDIM, with two levels of 8 and 16 channels."""
 
     def residual(x, width):
-        if x.shape[3] != width:
-            skip = layers.Conv2D(width, 1)(x)
-        else:
-            skip = x
+        skip = x if x.shape[3] == width else layers.Conv2D(width, 1)(x)
         x = layers.BatchNormalization(center=False, scale=False)(x)
         x = layers.Conv2D(width, 3, padding="same", activation="swish")(x)
         x = layers.Conv2D(width, 3, padding="same")(x)
@@ -110,28 +102,25 @@ def autoencoder():
     return keras.Model(inputs, layers.Dense(2)(layers.Dense(8)(z)))
 
 
-def messages(call):
+def told(call, *args):
+    """What a call returns, and what it says of mixed dtypes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        call()
-    return [str(w.message) for w in caught if "mixes dtypes" in str(w.message)]
+        result = call(*args)
+    said = [str(w.message) for w in caught]
+    return result, [m for m in said if "mixes dtypes" in m]
 
 
 @promotes
 def test_the_sampling_of_keras_guide_trains_and_all_products_stay_half():
-    made = []
-    (message,) = messages(lambda: made.append(autoencoder()))
+    model, (message,) = told(autoencoder)
     assert message.startswith("sampling mixes dtypes in half precision")
     assert "@keras_mp.keep_float32" in message
-    (model,) = made
     model.compile("adam", "mse")
     before = [np.array(w) for w in model.trainable_weights]
-    assert not messages(lambda: model.fit(X, Y, epochs=2, verbose=0))
-    moved = [
-        (np.array(w) != b).any()
-        for w, b in zip(model.trainable_weights, before, strict=True)
-    ]
-    assert all(moved)
+    assert not told(lambda: model.fit(X, Y, epochs=2, verbose=0))[1]
+    for weight, start in zip(model.trainable_weights, before, strict=True):
+        assert (np.array(weight) != start).any()
     assert model.get_layer("sampling").compute_dtype == "float32"
     # Five Dense layers: the last one is the output and float32.
     products = products_of(model, X, Y)
@@ -143,30 +132,28 @@ def test_the_sampling_of_keras_guide_trains_and_all_products_stay_half():
 @promotes
 def test_a_mask_in_float32_is_no_reason_to_stop():
     layer = Masked()
-    (message,) = messages(lambda: layer(X))
+    _, (message,) = told(layer, X)
     assert message.startswith(f"{layer.path} mixes dtypes")
     np.testing.assert_array_equal(layer(X), np.maximum(X, 0))
-    assert not messages(lambda: layer(X))
+    assert not told(layer, X)[1]
 
 
 def test_a_fourier_transform_of_half_tensors_is_made_in_float32():
     layer = Spectrum()
     x = np.stack([X, X[::-1]])
-    messages(lambda: layer(x))
+    told(layer, x)
     assert layer.compute_dtype == "float32"
     np.testing.assert_allclose(layer(x), np.fft.fft2(x).real, atol=1e-5)
 
 
 @promotes
 def test_a_lambda_in_a_graph_is_kept_in_float32_as_a_layer_is():
-    made = []
     inputs = keras.Input((1, 1, 1))
     embed = layers.Lambda(sinusoidal_embedding, name="embedding")
-    (message,) = messages(lambda: made.append(embed(inputs)))
+    embedded, (message,) = told(embed, inputs)
     assert message.startswith("embedding mixes dtypes in half precision")
     # Not on the class, which is that of every Lambda.
     assert '`dtype="float32"` on the Lambda' in message
-    (embedded,) = made
     assert embed.compute_dtype == embedded.dtype == "float32"
     x = X.reshape(32, 1, 1, 1)
     angles = 2 * math.pi * np.geomspace(1, 100, 4) * x
@@ -196,9 +183,7 @@ def test_the_denoiser_of_kerass_ddim_trains_as_in_float32():
     def losses(policy):
         keras.utils.set_random_seed(0)
         with keras_mp.policy_scope(policy):
-            made = []
-            messages(lambda: made.append(denoiser()))
-        (model,) = made
+            model, _ = told(denoiser)
         model.compile(keras.optimizers.Adam(1e-2), "mse")
         fit = model.fit(
             [images, variances], noise, batch_size=8, epochs=4, shuffle=False, verbose=0
@@ -260,7 +245,7 @@ def test_a_layer_inside_another_is_kept_and_the_other_is_not():
             return self.mask(self.dense(x))
 
     block = Block()
-    assert len(messages(lambda: block(X))) == 1
+    assert len(told(block, X)[1]) == 1
     assert block.mask.compute_dtype == "float32"
     assert block.dense.compute_dtype == block.compute_dtype == "float16"
 
@@ -275,27 +260,29 @@ def test_a_layer_with_state_is_not_called_twice_and_its_error_has_the_remedy():
     assert float(layer.count) == 1
 
 
-def test_a_layer_that_fails_in_float32_too_raises_its_first_error_and_stays_half():
-    layer = Wrong()
-    with pytest.raises(ValueError, match="this layer is wrong") as caught:
-        layer(X)
-    assert not getattr(caught.value, "__notes__", None)
-    assert layer.compute_dtype == HALF
-
-
-@pytest.mark.parametrize("kind", [KeyError, AttributeError, ZeroDivisionError])
-def test_an_error_that_no_framework_raises_for_dtypes_is_left_as_it_is(kind):
+@pytest.mark.parametrize(
+    ("kind", "tried"),
+    [
+        (ValueError, [HALF, "float32"]),
+        # No framework raises these for dtypes.
+        (KeyError, [HALF]),
+        (AttributeError, [HALF]),
+        (ZeroDivisionError, [HALF]),
+    ],
+)
+def test_an_error_that_float32_does_not_mend_is_left_as_it_is(kind, tried):
     calls = []
 
-    class Odd(layers.Layer):
+    class Wrong(layers.Layer):
         def call(self, x):
             calls.append(self.compute_dtype)
-            raise kind("dtype")
+            raise kind("dtype or not, this layer is wrong")
 
-    layer = Odd()
-    with pytest.raises(kind):
+    layer = Wrong()
+    with pytest.raises(kind, match="this layer is wrong") as caught:
         layer(X)
-    assert calls == [HALF] and layer.compute_dtype == HALF
+    assert not getattr(caught.value, "__notes__", None)
+    assert calls == tried and layer.compute_dtype == HALF
 
 
 @promotes
@@ -307,9 +294,7 @@ def test_without_a_policy_of_ours_nothing_is_caught():
 
 @promotes
 def test_a_reopened_model_has_the_layer_in_float32(tmp_path):
-    made = []
-    messages(lambda: made.append(autoencoder()))
-    made[0].save(tmp_path / "model.keras")
+    told(autoencoder)[0].save(tmp_path / "model.keras")
     reopened = keras.saving.load_model(
         tmp_path / "model.keras", custom_objects={"Sampling": Sampling}
     )
