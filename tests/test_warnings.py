@@ -39,15 +39,7 @@ def fit(model, *callbacks, x=X, **options):
     model.fit(x, Y, batch_size=4, verbose=0, callbacks=list(callbacks), **options)
 
 
-# One a call of `warn` in keras_mp, by module and function ------------------------
-
-
-def nan_in_fit(folder, monkeypatch):
-    fit(scaled(), x=NAN)
-
-
-def another_optimizers_checkpoint(folder, monkeypatch):
-    other = scaled("adam")
+def load_what_was_saved_of(other, folder):
     fit(other)
     other.save_weights(folder / "model.weights.h5")
     model = scaled()
@@ -55,15 +47,52 @@ def another_optimizers_checkpoint(folder, monkeypatch):
     model.load_weights(folder / "model.weights.h5")
 
 
+# One a call of `warn` in keras_mp, by module and function ------------------------
+
+CALLS = {}
+
+
+def provokes(where, said, line):
+    """Enters a function: what it provokes, and the line that this has to name.
+
+    Of the warning and of the line a part is given.
+    """
+
+    def enter(function):
+        CALLS[where] = function, said, line
+        return function
+
+    return enter
+
+
+@provokes(
+    "loss_scaling.skip_watch.look",
+    "were skipped because the loss is not finite",
+    "model.fit(",
+)
+def nan_in_fit(folder, monkeypatch):
+    fit(scaled(), x=NAN)
+
+
+@provokes(
+    "loss_scaling.checkpoint.load",
+    "Skipping variable loading for optimizer 'loss_scale",
+    "model.load_weights(",
+)
+def another_optimizers_checkpoint(folder, monkeypatch):
+    load_what_was_saved_of(scaled("adam"), folder)
+
+
+@provokes(
+    "loss_scaling.checkpoint._counts_of_other_variables",
+    "start anew",
+    "model.load_weights(",
+)
 def checkpoint_of_fewer_variables(folder, monkeypatch):
     frozen = scaled()
     frozen.layers[0].trainable = False
     frozen.compile("sgd", "mse")
-    fit(frozen)
-    frozen.save_weights(folder / "model.weights.h5")
-    model = scaled()
-    fit(model)
-    model.load_weights(folder / "model.weights.h5")
+    load_what_was_saved_of(frozen, folder)
 
 
 class NeverScales(keras.Model):
@@ -91,6 +120,7 @@ class NeverScales(keras.Model):
         train_step = jax_only
 
 
+@provokes("loss_scaling.stage._warn", "never calls", "apply(")
 def a_train_step_that_never_scales(folder, monkeypatch):
     with keras_mp.policy_scope("mixed_float16"):
         model = NeverScales()
@@ -108,21 +138,25 @@ class NoHalf(layers.Layer):
         return x
 
 
+@provokes("policies.mixed_dtypes.first_result", "mixes dtypes", "keras.Sequential(")
 def a_layer_that_mixes_dtypes(folder, monkeypatch):
     with keras_mp.policy_scope("mixed_float16"):
         keras.Sequential([keras.Input((3,)), layers.Dense(4), NoHalf()])
 
 
+@provokes("policies.reach.warn_of_unreached", "has no layer", "model.compile(")
 def a_pattern_without_a_layer(folder, monkeypatch):
     with keras_mp.policy_scope(keras_mp.MixedFloat16(float32=["nowhere"])):
         model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
     model.compile("sgd", "mse")
 
 
+@provokes("policies.reach.warn_of_unmatched", "has no layer", "keras_mp.convert(")
 def a_converted_pattern_without_a_layer(folder, monkeypatch):
     keras_mp.convert(scaled(), keras_mp.MixedFloat16(float32=["nowhere"]))
 
 
+@provokes("loss_scaling.unscaled.look", "Optimizer 'plain' updates layers", "apply(")
 def a_loop_that_scales_nothing(folder, monkeypatch):
     model, optimizer = scaled(), keras.optimizers.SGD(name="plain")
     variables = model.trainable_variables
@@ -135,12 +169,18 @@ def a_loop_that_scales_nothing(folder, monkeypatch):
         optimizer.apply(grads, variables)
 
 
+@provokes(
+    "rounding.lost.look",
+    "Optimizer 'lost' updates bfloat16 weights",
+    "optimizer.apply(",
+)
 def adam_in_bfloat16(folder, monkeypatch):
     variable = keras.Variable([1.0], dtype="bfloat16")
     optimizer = keras.optimizers.Adam(name="lost")
     optimizer.apply([ops.ones(1, "bfloat16")], [variable])
 
 
+@provokes("callbacks.overflow_breakpoint.on_train_end", "saw no step", "model.fit(")
 def a_breakpoint_that_saw_no_step(folder, monkeypatch):
     model = scaled()
     fit(model)
@@ -149,6 +189,7 @@ def a_breakpoint_that_saw_no_step(folder, monkeypatch):
     fit(model, OverflowBreakpoint(folder / "overflow"))
 
 
+@provokes("callbacks.overflow_breakpoint._after", "could not be saved", "model.fit(")
 def a_breakpoint_that_cannot_be_saved(folder, monkeypatch):
     def full(*args):
         raise OSError("no space left")
@@ -157,11 +198,17 @@ def a_breakpoint_that_cannot_be_saved(folder, monkeypatch):
     fit(scaled(), OverflowBreakpoint(folder / "overflow", skips=1), x=NAN)
 
 
+@provokes("callbacks.loss_scale_monitor._report", "has fallen", "model.fit(")
 def a_scale_that_keeps_falling(folder, monkeypatch):
     model = scaled(keras_mp.LossScaleOptimizer("sgd", 2.0**60, max_scale=2.0**60))
     fit(model, LossScaleMonitor(), x=1e3 * X, epochs=10)
 
 
+@provokes(
+    "diagnostics.comparison.comparison.compare",
+    "no layer computes",
+    "keras_mp.compare(",
+)
 def a_comparison_of_the_same(folder, monkeypatch):
     def build():
         with keras_mp.policy_scope("float32"):
@@ -173,96 +220,22 @@ def a_comparison_of_the_same(folder, monkeypatch):
     keras_mp.compare(build, (X, Y), (X, Y), two, seeds=1, verbose=0)
 
 
+@provokes(
+    "config.set_global_policy",
+    "Did you mean 'mixed_float16'?",
+    "keras_mp.set_global_policy(",
+)
 def pure_float16(folder, monkeypatch):
     monkeypatch.setattr(keras_mp.config, "_warned_of_float16", False)
     for name in ("float16", "float16", "mixed_float16", "bfloat16"):
         keras_mp.set_global_policy(name)
 
 
-# What provokes the warning, a part of it, and a part of the line that it has to name.
+@provokes("sharding.warn_of_torchs_own", "does nothing for", "model.compile(")
 def torchs_own_fully_shard(folder, monkeypatch):
     monkeypatch.setattr(sharding.engine, "shards_in_vain", lambda layer: True)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     model.compile("sgd", "mse")
-
-
-CALLS = {
-    "config.set_global_policy": (
-        pure_float16,
-        "Did you mean 'mixed_float16'?",
-        "keras_mp.set_global_policy(",
-    ),
-    "loss_scaling.skip_watch.look": (
-        nan_in_fit,
-        "were skipped because the loss is not finite",
-        "model.fit(",
-    ),
-    "loss_scaling.checkpoint.load": (
-        another_optimizers_checkpoint,
-        "Skipping variable loading for optimizer 'loss_scale",
-        "model.load_weights(",
-    ),
-    "loss_scaling.checkpoint._counts_of_other_variables": (
-        checkpoint_of_fewer_variables,
-        "start anew",
-        "model.load_weights(",
-    ),
-    "loss_scaling.stage._warn": (
-        a_train_step_that_never_scales,
-        "never calls",
-        "apply(",
-    ),
-    "policies.mixed_dtypes.first_result": (
-        a_layer_that_mixes_dtypes,
-        "mixes dtypes",
-        "keras.Sequential(",
-    ),
-    "policies.reach.warn_of_unreached": (
-        a_pattern_without_a_layer,
-        "has no layer",
-        "model.compile(",
-    ),
-    "policies.reach.warn_of_unmatched": (
-        a_converted_pattern_without_a_layer,
-        "has no layer",
-        "keras_mp.convert(",
-    ),
-    "loss_scaling.unscaled.look": (
-        a_loop_that_scales_nothing,
-        "Optimizer 'plain' updates layers",
-        "apply(",
-    ),
-    "rounding.lost.look": (
-        adam_in_bfloat16,
-        "Optimizer 'lost' updates bfloat16 weights",
-        "optimizer.apply(",
-    ),
-    "sharding.warn_of_torchs_own": (
-        torchs_own_fully_shard,
-        "does nothing for",
-        "model.compile(",
-    ),
-    "callbacks.overflow_breakpoint.on_train_end": (
-        a_breakpoint_that_saw_no_step,
-        "saw no step",
-        "model.fit(",
-    ),
-    "callbacks.overflow_breakpoint._after": (
-        a_breakpoint_that_cannot_be_saved,
-        "could not be saved",
-        "model.fit(",
-    ),
-    "callbacks.loss_scale_monitor._report": (
-        a_scale_that_keeps_falling,
-        "has fallen",
-        "model.fit(",
-    ),
-    "diagnostics.comparison.comparison.compare": (
-        a_comparison_of_the_same,
-        "no layer computes",
-        "keras_mp.compare(",
-    ),
-}
 
 
 def warned(call, *args):
