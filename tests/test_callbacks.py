@@ -5,7 +5,6 @@ import csv
 import pickle
 import re
 import threading
-import warnings
 
 import keras
 import numpy as np
@@ -17,6 +16,7 @@ from hypothesis.extra.numpy import arrays
 from keras import layers
 
 import keras_mp
+from keras_mp.callbacks import LossScaleMonitor
 from keras_mp.loss_scaling.underflow import subnormal_share
 
 RANDOM = np.random.default_rng(0)
@@ -24,6 +24,7 @@ X = RANDOM.normal(size=(32, 4)).astype("float32")
 Y = RANDOM.normal(size=(32, 2)).astype("float32")
 SCALE = 2.0**8  # At which nothing overflows.
 TOLD = ("loss_scale", "skipped_steps")
+NOT_FINITE = pytest.mark.filterwarnings("ignore")  # The loss is not, at any scale.
 
 
 def model_under(policy="mixed_float16", scale=SCALE, **compile):
@@ -54,7 +55,7 @@ class Batches(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_every_logger_reads_it_in_whatever_order_they_stand(first, tmp_path, capsys):
-    monitor, batches = keras_mp.callbacks.LossScaleMonitor(), Batches()
+    monitor, batches = LossScaleMonitor(), Batches()
     file = keras.callbacks.CSVLogger(tmp_path / "log.csv")
     order = [monitor, batches, file] if first else [file, batches, monitor]
     history = fit(model_under(), *order, epochs=2, verbose=2).history
@@ -68,6 +69,7 @@ def test_every_logger_reads_it_in_whatever_order_they_stand(first, tmp_path, cap
     assert "loss_scale: 256" in capsys.readouterr().out
 
 
+@NOT_FINITE
 @pytest.mark.parametrize(
     "compile", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]
 )
@@ -78,28 +80,19 @@ def test_skips_are_reported_at_the_step_in_which_they_happen(compile):
         pytest.skip("Keras has no steps_per_execution on torch")
     batches = Batches()
     model = model_under(**compile)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The loss is not finite at any scale.
-        history = fit(model, keras_mp.callbacks.LossScaleMonitor(), batches, x=x)
+    history = fit(model, LossScaleMonitor(), batches, x=x)
     counts = [int(logs["skipped_steps"]) for logs in batches.logs]
     steps = compile.get("steps_per_execution", 1)
     assert counts == [0, 1, 1, 1][steps - 1 :: steps]
     assert history.history["skipped_steps"] == [1]
 
 
-def test_it_changes_no_other_number():
+def test_it_changes_no_other_number_and_validation_has_none_of_its_own():
     monitored, plain = model_under(), model_under()
-    a = fit(monitored, keras_mp.callbacks.LossScaleMonitor(), epochs=3).history
-    b = fit(plain, epochs=3).history
-    assert a["loss"] == b["loss"]
+    a = fit(monitored, LossScaleMonitor(), epochs=3, validation_data=(X, Y)).history
+    b = fit(plain, epochs=3, validation_data=(X, Y)).history
+    assert set(b) == {"loss", "val_loss"} and b.items() <= a.items()
     assert set(a) - set(b) == set(TOLD)
-
-
-def test_validation_has_none_of_it():
-    history = fit(
-        model_under(), keras_mp.callbacks.LossScaleMonitor(), validation_data=(X, Y)
-    ).history
-    assert set(history) == {"loss", "val_loss", *TOLD}
 
 
 UNDERFLOWING = [(X * 1e-5, 1.0, 0.75, np.float32(0.8)), (X, SCALE, 0.0, 0.05)]
@@ -111,19 +104,12 @@ def test_the_share_of_underflowing_gradients_is_reported_on_request(
     x, scale, lowest, highest, compile
 ):
     # Of 40 in the float16 layer 32 are by its kernel, and tiny if the inputs are.
-    monitor, batches = keras_mp.callbacks.LossScaleMonitor(underflow=True), Batches()
+    monitor, batches = LossScaleMonitor(underflow=True), Batches()
     history = fit(model_under(scale=scale, **compile), monitor, batches, x=x).history
     assert set(history) == {"loss", "underflow", *TOLD}
     shares = [float(logs["underflow"]) for logs in batches.logs]
     assert len(shares) == 4
     assert lowest <= min(shares) <= max(shares) <= highest
-
-
-def test_who_asks_for_underflow_later_gets_it():
-    model = model_under()
-    assert "underflow" not in fit(model, keras_mp.callbacks.LossScaleMonitor()).history
-    monitor = keras_mp.callbacks.LossScaleMonitor(underflow=True)
-    assert "underflow" in fit(model, monitor).history
 
 
 @given(arrays("float16", 20, elements=st.floats(width=16, allow_nan=False)))
@@ -137,38 +123,39 @@ def test_the_share_is_that_of_numpy(values):
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_an_optimizer_that_does_not_scale_adds_nothing(policy):
-    history = fit(model_under(policy), keras_mp.callbacks.LossScaleMonitor()).history
+    history = fit(model_under(policy), LossScaleMonitor()).history
     assert set(history) == {"loss"}
 
 
-def test_a_model_that_has_trained_before_reports_from_then_on():
+def test_a_model_that_has_trained_before_reports_what_is_asked_from_then_on():
     model = model_under()
     assert set(fit(model).history) == {"loss"}
-    monitor = keras_mp.callbacks.LossScaleMonitor()
+    monitor = LossScaleMonitor()
     assert set(fit(model, monitor).history) == {"loss", *TOLD}
     function = model.train_function
     fit(model, monitor)
     assert model.train_function is function
+    history = fit(model, LossScaleMonitor(underflow=True)).history
+    assert set(history) == {"loss", "underflow", *TOLD}
 
 
 def test_a_scale_that_keeps_falling_is_reported_once():
     # At this scale every step overflows: it falls from 2^60 at each of them.
     model = model_under(scale=2.0**60)
     model.optimizer._loss_scaling.retakes = False
-    monitor = keras_mp.callbacks.LossScaleMonitor()
+    monitor = LossScaleMonitor()
     with pytest.warns(UserWarning, match="has fallen 12 times") as caught:
         fit(model, monitor, epochs=5)
     assert len([w for w in caught if "has fallen" in str(w.message)]) == 1
 
 
+@NOT_FINITE
 def test_the_first_skip_after_a_quiet_time_names_the_variables(capsys):
     x = np.tile(X, (4, 1))
     x[8 * 12] = 2.0**120
     model = model_under()
-    monitor = keras_mp.callbacks.LossScaleMonitor(quiet_steps=10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(model, monitor, x=x, y=np.tile(Y, (4, 1)))
+    monitor = LossScaleMonitor(quiet_steps=10)
+    fit(model, monitor, x=x, y=np.tile(Y, (4, 1)))
     out = capsys.readouterr().out
     assert out.count("keras_mp: step 13 skipped (nan in ") == 1
     assert "loss scale stays" in out and "Normal" not in out
@@ -193,7 +180,7 @@ def test_the_first_overflow_after_a_quiet_time_is_called_normal(
     model = model_under()
     model.optimizer._loss_scaling.retakes = retakes
     model.optimizer.learning_rate = 0.0  # What follows does not overflow.
-    monitor = keras_mp.callbacks.LossScaleMonitor(quiet_steps=10)
+    monitor = LossScaleMonitor(quiet_steps=10)
     fit(model, monitor, x=np.tile(X, (4, 1)), y=y)
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(f"keras_mp: {said} Normal now and then", out), out
@@ -201,7 +188,7 @@ def test_the_first_overflow_after_a_quiet_time_is_called_normal(
 
 def test_a_skip_that_is_no_surprise_is_not_reported(capsys):
     model = model_under(scale=2.0**24)
-    fit(model, keras_mp.callbacks.LossScaleMonitor(quiet_steps=50), epochs=4)
+    fit(model, LossScaleMonitor(quiet_steps=50), epochs=4)
     assert "skipped (" not in capsys.readouterr().out
 
 
@@ -209,7 +196,7 @@ def test_a_skip_that_is_no_surprise_is_not_reported(capsys):
     not keras.src.backend.IS_THREAD_SAFE, reason="there they run between the steps"
 )
 def test_keras_calls_it_beside_the_training():
-    callbacks = keras.callbacks.CallbackList([keras_mp.callbacks.LossScaleMonitor()])
+    callbacks = keras.callbacks.CallbackList([LossScaleMonitor()])
     assert callbacks._async_train
 
 
@@ -226,7 +213,7 @@ def test_no_step_of_the_training_waits_for_what_it_reports():
             return float(self.value)
 
     model = model_under()
-    monitor = keras_mp.callbacks.LossScaleMonitor(underflow=True)
+    monitor = LossScaleMonitor(underflow=True)
     fit(model, monitor)
     function = model.train_function
 
@@ -249,19 +236,19 @@ def test_no_step_of_the_training_waits_for_what_it_reports():
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "100", None, True])
 def test_quiet_steps_that_are_no_number_are_refused(steps):
     with pytest.raises((TypeError, ValueError), match="quiet_steps"):
-        keras_mp.callbacks.LossScaleMonitor(quiet_steps=steps)
+        LossScaleMonitor(quiet_steps=steps)
 
 
 def test_an_underflow_that_is_no_bool_is_refused():
     with pytest.raises(TypeError, match="`underflow` must be a bool. Received: under"):
-        keras_mp.callbacks.LossScaleMonitor(underflow=1)
+        LossScaleMonitor(underflow=1)
 
 
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
 def test_a_monitor_can_be_copied_and_pickled(again):
-    monitor = again(keras_mp.callbacks.LossScaleMonitor(quiet_steps=7))
+    monitor = again(LossScaleMonitor(quiet_steps=7))
     assert monitor.quiet_steps == 7
     with keras_mp.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
