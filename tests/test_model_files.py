@@ -18,13 +18,16 @@ class Backbone(keras.Model):
     """A Functional model that is created again from arguments of its own."""
 
     def __init__(self, units, dtype=None, **kwargs):
-        inputs = keras.Input((4,))
-        x = layers.Dense(units, name="hidden", dtype=dtype)(inputs)
-        gate = layers.Dense(units, activation="softmax", name="gate", dtype=dtype)(x)
-        super().__init__(inputs, layers.Multiply(dtype=dtype)([x, gate]), **kwargs)
+        super().__init__(*self.graph(units, dtype), **kwargs)
         self.units = units
         if dtype is not None:
             self.dtype_policy = keras.dtype_policies.get(dtype)
+
+    def graph(self, units, dtype):
+        inputs = keras.Input((4,))
+        x = layers.Dense(units, name="hidden", dtype=dtype)(inputs)
+        gate = layers.Dense(units, activation="softmax", name="gate", dtype=dtype)(x)
+        return inputs, layers.Multiply(dtype=dtype)([x, gate])
 
     def get_config(self):
         dtype = keras.dtype_policies.serialize(self.dtype_policy)
@@ -80,17 +83,24 @@ def model(request):
     return request.param()
 
 
+def opened_twice(model, x, path):
+    """A model from its file, and then from that as which this was saved."""
+    y = model.predict(x, verbose=0)
+    for _ in range(2):
+        model.save(path)
+        model = keras.models.load_model(path)
+        np.testing.assert_array_equal(model.predict(x, verbose=0), y)
+        yield model
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_opens_with_the_precision_that_each_layer_had(model, compiled, tmp_path):
     if compiled:
         model.compile("sgd", "mse")
         assert precisions(model) == ["float16", "float32", "float32"]
-    before, y = precisions(model), model.predict(X, verbose=0)
-    for _ in range(2):  # The second time saved as it was opened.
-        model.save(tmp_path / "model.keras")
-        model = keras.models.load_model(tmp_path / "model.keras")
-        assert precisions(model) == before
-        np.testing.assert_array_equal(model.predict(X, verbose=0), y)
+    before = precisions(model)
+    for opened in opened_twice(model, X, tmp_path / "model.keras"):
+        assert precisions(opened) == before
 
 
 def test_a_backbone_that_was_never_called_stores_stock_policies_only(tmp_path):
@@ -156,20 +166,13 @@ class Block(layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-class Deep(keras.Model):
+class Deep(Backbone):
     """Ends in a layer of layers."""
 
-    get_config = Backbone.get_config
-    from_config = classmethod(Backbone.from_config.__func__)
-
-    def __init__(self, units, dtype=None, **kwargs):
+    def graph(self, units, dtype):
         inputs = keras.Input((3, 4))
         x = Block(name="first", dtype=dtype)(inputs)
-        outputs = Block(name="last", dtype=dtype)(x)
-        super().__init__(inputs, outputs, **kwargs)
-        self.units = units
-        if dtype is not None:
-            self.dtype_policy = keras.dtype_policies.get(dtype)
+        return inputs, Block(name="last", dtype=dtype)(x)
 
 
 def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
@@ -180,13 +183,10 @@ def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
     assert {part.compute_dtype for part in last._flatten_layers()} == {"float32"}
     y = model.predict(x, verbose=0)
     path = tmp_path / "model.keras"
-    for _ in range(2):
-        model.save(path)
-        model = keras.models.load_model(path)
-        last = model.get_layer("last")
+    for opened in opened_twice(model, x, path):
+        last = opened.get_layer("last")
         assert {part.compute_dtype for part in last._flatten_layers()} == {"float32"}
-        assert model.get_layer("first").compute_dtype == "float16"
-        np.testing.assert_array_equal(model.predict(x, verbose=0), y)
+        assert opened.get_layer("first").compute_dtype == "float16"
     # Where keras_mp is missing it is in half precision, with all its parts.
     keras_mp.seams.uninstall()
     opened = keras.models.load_model(path)
@@ -194,20 +194,13 @@ def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-class Activated(keras.Model):
+class Activated(Backbone):
     """Ends in a layer that never has a path, and holds another in a block."""
 
-    get_config = Backbone.get_config
-    from_config = classmethod(Backbone.from_config.__func__)
-
-    def __init__(self, units, dtype=None, **kwargs):
+    def graph(self, units, dtype):
         inputs = keras.Input((4,))
         x = Gated(units, name="block", dtype=dtype)(inputs)
-        outputs = layers.ReLU(name="last", dtype=dtype)(x)
-        super().__init__(inputs, outputs, **kwargs)
-        self.units = units
-        if dtype is not None:
-            self.dtype_policy = keras.dtype_policies.get(dtype)
+        return inputs, layers.ReLU(name="last", dtype=dtype)(x)
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -229,13 +222,10 @@ def test_layers_without_a_path_open_in_the_precision_that_they_had(tmp_path):
     model.compile("sgd", "mse")
     y = model.predict(X, verbose=0)
     path = tmp_path / "model.keras"
-    for _ in range(2):
-        model.save(path)
-        model = keras.models.load_model(path)
-        found = {x.name: x.compute_dtype for x in model._flatten_layers()}
+    for opened in opened_twice(model, X, path):
+        found = {x.name: x.compute_dtype for x in opened._flatten_layers()}
         assert found["last"] == found["gate"] == "float32"
         assert found["block"] == found["dense"] == "float16"
-        np.testing.assert_array_equal(model.predict(X, verbose=0), y)
     # Where keras_mp is missing it opens, with these in half precision.
     keras_mp.seams.uninstall()
     opened = keras.models.load_model(path, compile=False)
