@@ -83,12 +83,28 @@ def input_for(name):
     return SEQUENCE
 
 
-@pytest.mark.parametrize("dtype", POLICIES)
+def called(make, x, policy, globally):
+    """A wrapper under the global policy or one of its own, called: what it returns.
+
+    And the dtypes that its layers computed in.
+    """
+    with keras_mp.policy_scope(policy if globally else "float32"):
+        wrapper = make(**({} if globally else {"dtype": policy}))
+        with dtypes_within(wrapper) as computed:
+            result = wrapper(x)
+    return wrapper, result, computed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "globally"), [("float16", False), ("bfloat16", False), ("float16", True)]
+)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(name, dtype):
-    wrapper = WRAPPERS[name](dtype=POLICIES[dtype]())
-    with dtypes_within(wrapper) as computed:
-        wrapper(input_for(name))
+def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(
+    name, dtype, globally
+):
+    wrapper, _, computed = called(
+        WRAPPERS[name], input_for(name), POLICIES[dtype](), globally
+    )
     for layer in wrapper._flatten_layers():
         if not isinstance(layer, KEPT):
             assert layer.compute_dtype == dtype, layer.name
@@ -96,16 +112,6 @@ def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(name, dtype):
             assert layer.variable_dtype == "float32"
     assert dtype in computed.values()
     assert {w.dtype for w in wrapper.trainable_weights} == {"float32"}
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_under_a_global_policy_computes_in_half_to_its_last_cell(name):
-    with keras_mp.policy_scope("mixed_float16"):
-        wrapper = WRAPPERS[name]()
-        wrapper(input_for(name))
-    for layer in wrapper._flatten_layers():
-        if not isinstance(layer, KEPT):
-            assert layer.compute_dtype == "float16", layer.name
 
 
 def test_without_us_the_policy_of_a_wrapper_reaches_no_child():
@@ -119,26 +125,33 @@ def test_without_us_the_policy_of_a_wrapper_reaches_no_child():
         assert child.compute_dtype == "float32"
 
 
-EXPLICIT = {
-    "Bidirectional": lambda **k: layers.Bidirectional(
-        layers.LSTM(2, dtype="float32"), **k
-    ),
-    "RNN": lambda **k: layers.RNN(layers.SimpleRNNCell(2, dtype="float32"), **k),
-    "TimeDistributed": lambda **k: layers.TimeDistributed(
-        layers.Dense(2, dtype="float32"), **k
-    ),
-    "SpectralNormalization": lambda **k: layers.SpectralNormalization(
-        layers.Dense(2, dtype="float32"), **k
-    ),
-}
+SOFTMAX = [
+    (layers.TimeDistributed, lambda: layers.Dense(3, activation="softmax")),
+    (layers.TimeDistributed, layers.Softmax),
+    (layers.Bidirectional, lambda: layers.LSTM(2, activation="softmax")),
+    (layers.RNN, lambda: layers.SimpleRNNCell(2, activation="softmax")),
+]
+OF_THE_USER = [
+    (layers.Bidirectional, lambda: layers.LSTM(2, dtype="float32")),
+    (layers.RNN, lambda: layers.SimpleRNNCell(2, dtype="float32")),
+    (layers.TimeDistributed, lambda: layers.Dense(2, dtype="float32")),
+    (layers.SpectralNormalization, lambda: layers.Dense(2, dtype="float32")),
+]
 
 
-@pytest.mark.parametrize("name", EXPLICIT)
-def test_what_the_user_said_for_a_wrapped_layer_is_respected(name):
-    with keras_mp.policy_scope("mixed_float16"):
-        wrapper = EXPLICIT[name]()
-        with dtypes_within(wrapper) as computed:
-            result = wrapper(SEQUENCE)
+@pytest.mark.parametrize(
+    ("wrap", "inner", "globally"),
+    [
+        *((*row, True) for row in SOFTMAX + OF_THE_USER),
+        *((*row, False) for row in SOFTMAX),
+    ],
+)
+def test_what_stays_in_float32_inside_brings_the_wrapper_to_float32(
+    wrap, inner, globally
+):
+    wrapper, result, computed = called(
+        lambda **k: wrap(inner(), **k), SEQUENCE, keras_mp.MixedFloat16(), globally
+    )
     assert {x.compute_dtype for x in wrapper._flatten_layers()} == {"float32"}
     assert set(computed.values()) == {"float32"}
     assert dtype_of(result) == "float32"
@@ -159,31 +172,6 @@ def test_what_the_user_said_for_a_layer_in_a_block_is_respected():
         block(SEQUENCE)
     assert block.careful.compute_dtype == "float32"
     assert block.plain.compute_dtype == "float16"
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda **k: layers.TimeDistributed(layers.Dense(3, activation="softmax"), **k),
-        lambda **k: layers.TimeDistributed(layers.Softmax(), **k),
-        lambda **k: layers.Bidirectional(layers.LSTM(2, activation="softmax"), **k),
-        lambda **k: layers.RNN(layers.SimpleRNNCell(2, activation="softmax"), **k),
-    ],
-    ids=["TimeDistributed Dense", "TimeDistributed Softmax", "Bidirectional", "RNN"],
-)
-@pytest.mark.parametrize("globally", [True, False])
-def test_a_softmax_inside_brings_the_wrapper_to_float32(wrap, globally):
-    policy = keras_mp.MixedFloat16()
-    if globally:
-        with keras_mp.policy_scope(policy):
-            wrapper = wrap()
-    else:
-        wrapper = wrap(dtype=policy)
-    with dtypes_within(wrapper) as computed:
-        result = wrapper(SEQUENCE)
-    assert {x.compute_dtype for x in wrapper._flatten_layers()} == {"float32"}
-    assert set(computed.values()) == {"float32"}
-    assert dtype_of(result) == "float32"
 
 
 @pytest.mark.parametrize("dtype", POLICIES)
