@@ -22,6 +22,7 @@ BATCH, STEPS = 16, 4
 _draw = np.random.default_rng(0)
 X = _draw.normal(size=(BATCH * STEPS, 16)).astype("float32")
 Y = X[:, :10].argmax(1)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SEQUENCES = X.reshape(-1, 4, 4)
 TARGETS = X[:, :4]
 
@@ -124,9 +125,7 @@ def compiled(build, optimizer, x):
     keras.utils.set_random_seed(1)
     model = build()
     model(x[:2])
-    is_class = x is X
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer(), loss if is_class else "mse")
+    model.compile(optimizer(), LOSS if x is X else "mse")
     return model
 
 
@@ -167,7 +166,7 @@ def beside_one_process(policy, build, optimizer, x=X, y=Y, mesh=None):
         sharded = compiled(build, optimizer, x)
         assert keras_mp.fully_shard(sharded, mesh) is sharded
         whole = [v.path for v in sharded.weights if not is_shard(v)]
-        found = {
+        return {
             "losses": furthest([losses], [fit(sharded, x, y)]),
             "weights": furthest(weights(alone), weights(sharded)),
             "predictions": furthest(
@@ -176,7 +175,6 @@ def beside_one_process(policy, build, optimizer, x=X, y=Y, mesh=None):
             "whole": whole,
             "kernel": part(sharded.weights[0]).float().tolist(),
         }
-    return found
 
 
 def optimizers():
@@ -238,30 +236,25 @@ def skipping():
         optimizer = keras_mp.LossScaleOptimizer("adam", initial_scale=16384.0)
         variables = model.trainable_variables
         optimizer.build(variables)
+    slots = [v for v in optimizer.variables if is_shard(v)]
     found = []
-    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     for bad_rank in (None, distributed.get_world_size() - 1, None):
-        before = [part(v).clone() for v in (*variables, *optimizer.variables)]
+        before = [part(v).clone() for v in (*variables, *slots)]
         model.zero_grad()
-        optimizer.scale_loss(loss_fn(mine(Y)[:4], model(mine(X)[:4]))).backward()
+        optimizer.scale_loss(LOSS(mine(Y)[:4], model(mine(X)[:4]))).backward()
         grads = [v.value.grad for v in variables]
         if bad_rank == distributed.get_rank():
             grads[0].to_local()[0, 0] = float("inf")
         with torch.no_grad():
             optimizer.apply(grads, variables)
-        after = [part(v) for v in (*variables, *optimizer.variables)]
+        after = [part(v) for v in (*variables, *slots)]
         same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        count = len(variables)
         found.append(
             {
                 "scale": float(optimizer.loss_scale),
                 "skipped": int(optimizer.skipped_steps),
-                "weights stay": all(same[:count]),
-                "slots stay": all(
-                    s
-                    for s, v in zip(same[count:], optimizer.variables, strict=True)
-                    if is_shard(v)
-                ),
+                "weights stay": all(same[: len(variables)]),
+                "slots stay": all(same[len(variables) :]),
             }
         )
     return found
@@ -330,14 +323,13 @@ def files(folder):
         model.save(whole)
         reopened = keras.models.load_model(whole)  # Whole, in each process.
         resharded = keras_mp.fully_shard(keras.models.load_model(whole))
-        found = {
+        return {
             "steps": steps,
             "reopened": furthest(weights(reopened), weights(model)),
             "losses": [float(x) for x in fit(model, X, Y)],
             "resharded": [float(x) for x in fit(resharded, X, Y)],
             "slots": [is_shard(v) for v in resharded.optimizer.variables if v.shape],
         }
-    return found
 
 
 def told():
@@ -353,9 +345,8 @@ def told():
     model = compiled(classifier, OPTIMIZERS["Adam"], X)
     keras_mp.fully_shard(model)
     catch("twice", lambda: keras_mp.fully_shard(model))
-    catch(
-        "mesh", lambda: keras_mp.fully_shard(compiled(classifier, optim.SGD, X), (2,))
-    )
+    other = compiled(classifier, optim.SGD, X)
+    catch("mesh", lambda: keras_mp.fully_shard(other, (2,)))
     catch("layer", lambda: keras_mp.fully_shard(model.layers[0]))
     catch("unbuilt", lambda: keras_mp.fully_shard(Subclassed()))
     model.layers[-1].enable_lora(2)

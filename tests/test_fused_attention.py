@@ -12,6 +12,11 @@ from backends import BACKEND
 from keras import ops
 from processes import on_four_devices
 
+if BACKEND == "jax":
+    import jax
+
+    from keras_mp.backends.jax import attention, cudnn_attention, splash_attention
+
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="how JAX lowers it")
 half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -51,17 +56,18 @@ CASES = {
     "odd bias": Case(7, 7, bias=(1, HEADS, 7, 7)),
     "bias of keys": Case(bias=(BATCH, 1, 1, 8)),
 }
-# What Keras takes on JAX alone.
-ON_JAX = {
-    "mask of rank 3": Case(mask=(BATCH, 8, 8)),
-    "odd bias and mask": Case(7, 7, bias=(1, HEADS, 7, 7), mask=(BATCH, 1, 7, 7)),
-    "grouped": Case(key_heads=2),
-    "grouped, odd and masked": Case(7, 7, key_heads=1, mask=(BATCH, 1, 7, 7)),
-}
+if BACKEND == "jax":  # What Keras takes there alone.
+    CASES |= {
+        "mask of rank 3": Case(mask=(BATCH, 8, 8)),
+        "odd bias and mask": Case(7, 7, bias=(1, HEADS, 7, 7), mask=(BATCH, 1, 7, 7)),
+        "grouped": Case(key_heads=2),
+        "grouped, odd and masked": Case(7, 7, key_heads=1, mask=(BATCH, 1, 7, 7)),
+    }
 # Under one of the two dtypes in turn.
-PAIRS = list(zip(CASES | ON_JAX, itertools.cycle(ROUNDOFF), strict=False))
+PAIRS = list(zip(CASES, itertools.cycle(ROUNDOFF), strict=False))
 cases = pytest.mark.parametrize(
-    ("name", "dtype"), [p for p in PAIRS if p[0] in CASES or BACKEND == "jax"]
+    ("case", "dtype"),
+    [pytest.param(CASES[name], dtype, id=f"{name}-{dtype}") for name, dtype in PAIRS],
 )
 
 
@@ -134,8 +140,7 @@ def agree(found, wanted, dtype):
 
 
 @cases
-def test_attention_is_that_of_float64_but_for_rounding(name, dtype):
-    case = (CASES | ON_JAX)[name]
+def test_attention_is_that_of_float64_but_for_rounding(case, dtype):
     q, k, v, _ = tensors(case, dtype)
     result = ops.dot_product_attention(q, k, v, **options(case, dtype))
     assert keras.backend.standardize_dtype(result.dtype) == dtype
@@ -143,8 +148,6 @@ def test_attention_is_that_of_float64_but_for_rounding(name, dtype):
 
 
 def with_gradients(attend, case, dtype):
-    import jax
-
     q, k, v, g = tensors(case, dtype)
     result, pullback = jax.vjp(
         functools.partial(attend, **options(case, dtype)), q, k, v
@@ -154,20 +157,14 @@ def with_gradients(attend, case, dtype):
 
 @on_jax
 @cases
-def test_so_are_its_gradients(name, dtype):
-    case = (CASES | ON_JAX)[name]
+def test_so_are_its_gradients(case, dtype):
     found = with_gradients(ops.dot_product_attention, case, dtype)
     agree(found, reference(case, dtype), dtype)
 
 
 @on_jax
 @cases
-def test_what_is_padded_for_the_fused_kernel_changes_nothing(name, dtype, monkeypatch):
-    import jax
-
-    from keras_mp.backends.jax import attention, cudnn_attention
-
-    case = (CASES | ON_JAX)[name]
+def test_what_is_padded_for_the_fused_kernel_changes_nothing(case, dtype, monkeypatch):
     original = jax.nn.dot_product_attention
     lengths = []
 
@@ -193,16 +190,12 @@ def test_what_is_padded_for_the_fused_kernel_changes_nothing(name, dtype, monkey
 
 
 def lowered(function, arguments, platform):
-    import jax
-
     step = jax.jit(function).trace(*arguments)
     return step.lower(lowering_platforms=(platform,)).as_text()
 
 
 def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
     """A function to lower, and its arguments."""
-    import jax
-
     attend = wrap(
         functools.partial(ops.dot_product_attention, **options(case, dtype), **more)
     )
@@ -215,11 +208,8 @@ def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
 
 @on_jax
 @cases
-def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(name, dtype):
-    import jax
-
+def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(case, dtype):
     assert {device.platform for device in jax.devices()} == {"cpu"}
-    case = (CASES | ON_JAX)[name]
     text = lowered(*loss_and_gradients(case, dtype), "cuda")
     kinds = "fmhaScaleBiasSoftmax" if case.mask or case.bias else "fmhaSoftmax"
     assert text.count(f"@__cudnn${kinds}(") == 1
@@ -234,8 +224,6 @@ def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(name, dtype)
 @half
 @pytest.mark.parametrize("wrapper", ["checkpoint", "jit"])
 def test_so_it_does_within_other_transformations(wrapper, dtype):
-    import jax
-
     program = loss_and_gradients(Case(7, 7), dtype, getattr(jax, wrapper))
     text = lowered(*program, "cuda")
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
@@ -273,10 +261,6 @@ def test_which_heads_the_kernel_takes(size, fused):
     [("7.5", 64, False), ("8.0", 136, False), ("9.0", 136, True), ("10.0", 64, True)],
 )
 def test_the_gpu_of_the_process_decides(capability, size, fused, monkeypatch):
-    import jax
-
-    from keras_mp.backends.jax import cudnn_attention
-
     class Gpu:
         compute_capability = capability
 
@@ -293,11 +277,8 @@ BLOCKS = {
 
 
 @on_jax
-@pytest.mark.parametrize("name", BLOCKS)
-def test_on_a_tpu_it_is_the_splash_kernel(name, monkeypatch):
-    from keras_mp.backends.jax import splash_attention
-
-    case = BLOCKS[name]
+@pytest.mark.parametrize("case", BLOCKS.values(), ids=BLOCKS)
+def test_on_a_tpu_it_is_the_splash_kernel(case, monkeypatch):
     text = lowered(*loss_and_gradients(case, "bfloat16"), "tpu")
     # And two of the gradient: by queries, and by keys and values. What each row of the
     # result has in common with its own gradient is no product of matrices.
@@ -335,8 +316,6 @@ def test_what_the_splash_kernel_does_not_take(case, dtype):
 
 @on_jax
 def test_only_plain_attention_has_a_second_derivative():
-    import jax
-
     q, k, v, _ = tensors(Case(), "bfloat16")
 
     def second(**more):
@@ -372,8 +351,6 @@ def test_who_wants_no_fused_kernel_gets_none():
 
 @on_jax
 def test_jax_goes_on_asking_for_cudnn_elsewhere():
-    import jax
-
     text = lowered(*loss_and_gradients(Case(), "float16"), "cuda")
     assert "__cudnn" in text
     q, k, v, _ = tensors(Case(), "float16")
@@ -384,7 +361,7 @@ def test_jax_goes_on_asking_for_cudnn_elsewhere():
         ops.dot_product_attention(q, k, v, flash_attention=True)
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="keras.distribution")
+@on_jax
 def test_heads_that_stand_on_two_devices_train_alike():
     (losses, whole), (found, part) = on_four_devices("attention_on_devices.py").values()
     assert (whole, part) == ([32, 4, 8], [32, 2, 8])

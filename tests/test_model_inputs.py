@@ -88,40 +88,17 @@ def in_functional(*chain):
     return keras.Model(x, y)
 
 
-def sequential_in_sequential(*chain):
-    return keras.Sequential([keras.Sequential(list(chain))])
-
-
-def sequential_in_subclassed(*chain):
-    return Chain([keras.Sequential(list(chain))])
-
-
-def subclassed_in_subclassed(*chain):
-    return Chain([Chain(list(chain))])
-
-
-def subclassed_in_sequential(*chain):
-    return keras.Sequential([Chain(list(chain))])
-
-
-def subclassed_in_functional(*chain):
-    x = keras.Input((3,))
-    return keras.Model(x, Chain(list(chain))(x))
-
-
-models = pytest.mark.parametrize(
-    "model_of",
-    [
-        in_sequential,
-        in_subclassed,
-        in_functional,
-        sequential_in_sequential,
-        sequential_in_subclassed,
-        subclassed_in_subclassed,
-        subclassed_in_sequential,
-        subclassed_in_functional,
-    ],
-)
+MODELS = {
+    "sequential": in_sequential,
+    "subclassed": in_subclassed,
+    "functional": in_functional,
+    "sequential in sequential": lambda *chain: in_sequential(in_sequential(*chain)),
+    "sequential in subclassed": lambda *chain: in_subclassed(in_sequential(*chain)),
+    "subclassed in subclassed": lambda *chain: in_subclassed(in_subclassed(*chain)),
+    "subclassed in sequential": lambda *chain: in_sequential(in_subclassed(*chain)),
+    "subclassed in functional": lambda *chain: in_functional(in_subclassed(*chain)),
+}
+models = pytest.mark.parametrize("model_of", MODELS.values(), ids=MODELS)
 
 
 @models
@@ -164,9 +141,9 @@ def test_normalization_adapted_before_the_first_call_sees_raw_features(model_of,
 def test_the_same_models_round_their_inputs_without_us():
     keras_mp.seams.uninstall()
     keras.config.set_dtype_policy("mixed_float16")
-    for model_of in (in_subclassed, in_sequential, subclassed_in_functional):
-        rows = array(model_of(Rows())(IDS))
-        assert np.array_equal(rows, IDS.astype("float16").astype("float32"))
+    for name in ("subclassed", "sequential", "subclassed in functional"):
+        rows = array(MODELS[name](Rows())(IDS))
+        assert np.array_equal(rows, IDS.astype("float16").astype("float32")), name
 
 
 @pytest.mark.parametrize(
@@ -186,9 +163,8 @@ def test_inputs_of_every_kind_reach_the_first_layer(cast, model_of, half):
     model = model_of(Rows(), layers.Dense(1, dtype="float32"))
     model.compile("sgd", "mse")
     x = cast(IDS)
-    assert np.array_equal(
-        array(model.chain[0](x) if model_of is in_subclassed else x), IDS
-    )
+    first = model.chain[0](x) if model_of is in_subclassed else x
+    assert np.array_equal(array(first), IDS)
     want = array(model(IDS))
     assert np.allclose(array(model(x)), want, rtol=1e-6)
 
@@ -204,12 +180,8 @@ def test_no_function_of_the_model_rounds(model_of, options, run, half):
     if run == "predict":
         assert np.array_equal(model.predict(IDS, verbose=0), IDS)
     else:
-        run = getattr(model, run)
-        result = (
-            run(IDS, IDS)
-            if run.__name__ == "train_on_batch"
-            else run(IDS, IDS, verbose=0)
-        )
+        quiet = {} if run == "train_on_batch" else {"verbose": 0}
+        result = getattr(model, run)(IDS, IDS, **quiet)
         loss = result.history["loss"] if hasattr(result, "history") else result
         assert np.all(np.asarray(loss) == 0)
 
@@ -280,23 +252,21 @@ def test_a_mask_on_an_input_is_kept(dtype, half):
     takes = TakesMask()
     model = Chain([takes])
     x = ops.convert_to_tensor(LARGE.astype(dtype))
-    mask = ops.convert_to_tensor(np.array([[True, False, True]] * 2))
-    keras.src.backend.set_keras_mask(x, mask)
+    mask = np.array([[True, False, True]] * 2)
+    keras.src.backend.set_keras_mask(x, ops.convert_to_tensor(mask))
     for _ in range(2):
         model(x)
-        assert np.array_equal(
-            ops.convert_to_numpy(takes.seen), [[True, False, True]] * 2
-        )
+        assert np.array_equal(ops.convert_to_numpy(takes.seen), mask)
     model = in_sequential(layers.Masking(), takes)
     model(np.array([[[0.0], [1.0]]], "float32"))
     assert np.array_equal(ops.convert_to_numpy(takes.seen), [[False, True]])
 
 
 @pytest.mark.parametrize(
-    "model_of", [in_subclassed, in_sequential, sequential_in_sequential]
+    "name", ["subclassed", "sequential", "sequential in sequential"]
 )
-def test_a_saved_model_opens_as_one_that_does_not_round(model_of, half, tmp_path):
-    model = model_of(layers.Embedding(60000, 1), layers.Flatten(), layers.Dense(2))
+def test_a_saved_model_opens_as_one_that_does_not_round(name, half, tmp_path):
+    model = MODELS[name](layers.Embedding(60000, 1), layers.Flatten(), layers.Dense(2))
     want = model.predict(IDS, verbose=0)
     model.save(tmp_path / "model.keras")
     keras_mp.set_global_policy("float32")
@@ -355,10 +325,8 @@ def test_a_preprocessing_layer_fed_by_half_precision_sees_no_raw_features(half):
     hidden = layers.CenterCrop(2, 2)(layers.Resizing(4, 4)(layers.Conv2D(4, 3)(raw)))
     model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(hidden)))
     model.compile("sgd", "mse")
-    assert [layer.compute_dtype for layer in model.layers[1:6]] == [
-        *("float32", "float32"),
-        *(half, half, half),
-    ]
+    dtypes = [layer.compute_dtype for layer in model.layers[1:6]]
+    assert dtypes == ["float32", "float32", half, half, half]
     x = np.random.default_rng(0).uniform(0, 255, (2, 8, 8, 3)).astype("float32")
     before = array(model(x))
     keras_mp.convert(model, "float32")
@@ -386,12 +354,9 @@ def test_who_asks_for_float32_by_class_gets_it_everywhere():
 def test_a_preprocessing_layer_within_tf_data_sees_raw_features(half):
     tf = pytest.importorskip("tensorflow")
     normalization = layers.Normalization(mean=[1e5] * 3, variance=[1e10] * 3)
-    rescaling = layers.Rescaling(1e-5)
+    wanted = {normalization: (LARGE - 1e5) / 1e5, layers.Rescaling(1e-5): LARGE * 1e-5}
     dataset = tf.data.Dataset.from_tensor_slices(LARGE).batch(2)
-    for layer, want in (
-        (normalization, (LARGE - 1e5) / 1e5),
-        (rescaling, LARGE * 1e-5),
-    ):
+    for layer, want in wanted.items():
         layer.build(LARGE.shape)  # Keras asks for it.
         (got,) = [x.numpy() for x in dataset.map(layer)]
         assert got.dtype == "float32"

@@ -52,28 +52,25 @@ def compiled(optimizer, model=None, **how):
     return model
 
 
-class Batches(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append((batch, {k: float(v) for k, v in logs.items()}))
+def after_each_batch(look):
+    """A callback, and a list of what `look(batch, logs)` says of each batch."""
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(look(batch, logs))
+    )
+    return callback, seen
 
 
 def trained(optimizer, model=None, epochs=2, x=X, callbacks=(), **how):
     """A model, its history, and the logs of each batch."""
-    model, batches = compiled(optimizer, model, **how), Batches()
-    keras.utils.set_random_seed(1)
-    history = model.fit(
-        *(x, Y),
-        batch_size=8,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=[batches, *callbacks],
+    model = compiled(optimizer, model, **how)
+    batches, seen = after_each_batch(
+        lambda batch, logs: (batch, {k: float(v) for k, v in logs.items()})
     )
-    return model, history.history, batches.seen
+    keras.utils.set_random_seed(1)
+    options = dict(batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    history = model.fit(x, Y, callbacks=[batches, *callbacks], **options)
+    return model, history.history, seen
 
 
 def state_of(model):
@@ -85,6 +82,15 @@ def assert_equal(one, other):
     (one, *logs), (other, *other_logs) = one, other
     assert logs == other_logs
     assert same_bits(state_of(one), state_of(other))
+
+
+def assert_none_is_lost(train):
+    """From too high a scale `train(scale)` is as from the one where it ends."""
+    retaken = train(HIGH)
+    scale = float(retaken[0].optimizer.loss_scale)
+    assert scale < HIGH
+    assert_equal(retaken, train(scale))
+    return retaken[0]
 
 
 # As if it had begun at the right scale ----------------------------------------------
@@ -106,17 +112,14 @@ def test_a_training_from_too_high_a_scale_is_the_one_from_the_right_scale(how):
 
 @pytest.mark.parametrize("inner", ["sgd", "accumulating", "rounding"])
 def test_whatever_the_optimizer_is(inner):
-    def make(scale):
-        if inner == "rounding":
-            return scaler(scale, keras_mp.StochasticRoundingOptimizer("adam", seed=1))
+    def train(scale):
         steps = 2 if inner == "accumulating" else None
-        sgd = keras.optimizers.SGD(0.01, gradient_accumulation_steps=steps)
-        return scaler(scale, sgd)
+        optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=steps)
+        if inner == "rounding":
+            optimizer = keras_mp.StochasticRoundingOptimizer("adam", seed=1)
+        return trained(scaler(scale, optimizer))
 
-    retaken = trained(make(HIGH))
-    scale = float(retaken[0].optimizer.loss_scale)
-    assert scale < HIGH
-    assert_equal(retaken, trained(make(scale)))
+    assert_none_is_lost(train)
 
 
 def test_train_on_batch_takes_it_again():
@@ -129,9 +132,7 @@ def test_train_on_batch_takes_it_again():
         ]
         return model, found
 
-    retaken = losses(HIGH)
-    assert int(retaken[0].optimizer.iterations) == 6
-    assert_equal(retaken, losses(float(retaken[0].optimizer.loss_scale)))
+    assert int(assert_none_is_lost(losses).optimizer.iterations) == 6
 
 
 def test_what_tensorflow_builds_in_its_first_step_is_taken_again():
@@ -154,68 +155,56 @@ def test_what_tensorflow_builds_in_its_first_step_is_taken_again():
     assert int(model.optimizer.iterations) == 12
 
 
-def _data(kind):
+class Batched(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]
+
+
+def data(kind):
     if kind == "a generator":
-        return lambda: ((X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8))
+        return ((X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8))
     if kind == "tf.data":
         tf = pytest.importorskip("tensorflow")
-        made = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-        return lambda: made
+        return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     if kind == "a DataLoader":
         torch = pytest.importorskip("torch")
         pairs = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
-        return lambda: torch.utils.data.DataLoader(pairs, batch_size=8)
-
-    class Batched(keras.utils.PyDataset):
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, i):
-            return X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]
-
-    return Batched
+        return torch.utils.data.DataLoader(pairs, batch_size=8)
+    return Batched()
 
 
 @pytest.mark.parametrize(
     "kind", ["a generator", "tf.data", "a DataLoader", "a PyDataset"]
 )
 def test_whatever_the_data_are(kind):
-    make = _data(kind)
-
     def fitted(scale):
         model = compiled(scaler(scale))
         keras.utils.set_random_seed(1)
-        history = model.fit(
-            make(),
-            validation_data=(X[:16], Y[:16]),
-            shuffle=False,
-            steps_per_epoch=6,
-            verbose=0,
-        )
+        options = dict(steps_per_epoch=6, shuffle=False, verbose=0)
+        validation = X[:16], Y[:16]
+        history = model.fit(data(kind), validation_data=validation, **options)
         return model, history.history
 
-    retaken = fitted(HIGH)
-    assert int(retaken[0].optimizer.iterations) == 6
-    assert_equal(retaken, fitted(float(retaken[0].optimizer.loss_scale)))
+    assert int(assert_none_is_lost(fitted).optimizer.iterations) == 6
 
 
 def test_where_nothing_overflows_the_scales_are_those_of_keras():
-    class Scales(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seen.append(float(values([self.model.optimizer.dynamic_scale])[0]))
-
-    found = []
-    for wrapper in (keras_mp.LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
-        scales = Scales()
+    def scales(wrapper):
         adam = keras.optimizers.Adam()
         optimizer = wrapper(adam, initial_scale=4.0, dynamic_growth_steps=3)
-        trained(optimizer, callbacks=[scales])
-        found.append(scales.seen)
-    assert found[0] == found[1] and found[0][-1] == 2.0**6
+        callback, seen = after_each_batch(
+            # On JAX a callback that reads `model` gets the state of that batch.
+            lambda *_: values([callback.model.optimizer.dynamic_scale])[0].item()
+        )
+        trained(optimizer, callbacks=[callback])
+        return seen
+
+    ours = scales(keras_mp.LossScaleOptimizer)
+    assert ours == scales(keras.optimizers.LossScaleOptimizer)
+    assert ours[-1] == 2.0**6
 
 
 # For how long -----------------------------------------------------------------------
@@ -236,12 +225,10 @@ def test_it_is_the_first_steps_that_are_taken_again(retake_steps, applied):
 
 
 def test_a_checkpoint_says_how_many_steps_there_were(tmp_path):
-    model, *_ = trained(scaler(2.0**4, retake_steps=12))
-    model.save(tmp_path / "model.keras")
-    young, *_ = trained(scaler(2.0**4, retake_steps=13))
-    young.save(tmp_path / "young.keras")
-    for name, applied in (("model", 12), ("young", 13)):
-        opened = keras.models.load_model(tmp_path / f"{name}.keras")
+    for applied in (12, 13):  # The second one may take its thirteenth step again.
+        model, *_ = trained(scaler(2.0**4, retake_steps=applied))
+        model.save(tmp_path / "model.keras")
+        opened = keras.models.load_model(tmp_path / "model.keras")
         assert opened.optimizer.retake_steps == applied
         opened.optimizer.dynamic_scale.assign(HIGH)
         opened.fit(X[:8], Y[:8], verbose=0)
