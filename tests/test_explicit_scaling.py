@@ -71,9 +71,11 @@ def test_a_loop_trains_as_float32_while_the_scale_grows(unscales, clip):
         grads = gradients(lambda: optimizer.scale_loss(loss()), variables)
         if unscales[step % 2]:
             grads = optimizer.unscale(grads)
-        if clip:
-            grads = [keras.ops.clip(g, -clip, clip) for g in grads]
-        optimizer.apply(grads, variables)
+            if clip:
+                grads = [keras.ops.clip(g, -clip, clip) for g in grads]
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+        else:
+            optimizer.apply(grads, variables)
     assert float(optimizer.loss_scale) == 4.0 * 2**4
     assert_close(variables, float32_training(8, clip))
 
