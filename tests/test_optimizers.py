@@ -78,24 +78,11 @@ def inner_optimizer(name, options):
     return inner
 
 
-class Unwrapped:
-    """An optimizer as Keras has it, behind the signatures of the wrapper."""
-
-    loss_scale = 1.0
-
-    def __init__(self, inner):
-        self.inner_optimizer = inner
-        self.build = inner.build
-
-    @property
-    def variables(self):
-        return self.inner_optimizer.variables
-
-    def apply(self, grads, variables, loss):
-        self.inner_optimizer.apply(grads, variables)
-
-    def stateless_apply(self, state, grads, trainable, loss):
-        return self.inner_optimizer.stateless_apply(state, grads, trainable)
+def scale_and_inner(optimizer):
+    """The loss scale, and the optimizer in the wrapper; a plain one scales nothing."""
+    if isinstance(optimizer, keras_mp.LossScaleOptimizer):
+        return np.float32(optimizer.loss_scale), optimizer.inner_optimizer
+    return np.float32(1.0), optimizer
 
 
 class Training:
@@ -118,9 +105,9 @@ class Training:
         for index, batch in enumerate(BATCHES):
             if index in overflows:
                 self.step([np.full_like(g, overflows[index]) for g in batch])
-            scale = np.float32(self.optimizer.loss_scale)
+            scale, inner = scale_and_inner(self.optimizer)
             self.step([g * scale for g in batch])
-        return values(self.variables + self.optimizer.inner_optimizer.variables)
+        return values(self.variables + inner.variables)
 
 
 def wrapped(inner):
@@ -175,7 +162,7 @@ def test_an_optimizer_trains_as_if_nothing_were_scaled_or_skipped(
     scaled = training.run(overflows={})
     assert same_bits(training.run(OVERFLOWS), scaled)
     assert int(training.optimizer.skipped_steps) == len(OVERFLOWS)
-    plain = Training(Unwrapped(inner_optimizer(name, options)), compiled)
+    plain = Training(inner_optimizer(name, options), compiled)
     assert_same_but_for_fusion(scaled, plain.run(overflows={}), compiled, name)
 
 
@@ -188,10 +175,10 @@ def low_precision_training(optimizer, dtype):
         keras.Variable(w, dtype=dtype, name=n)
         for w, n in zip(WEIGHTS, SHAPES, strict=True)
     ]
-    scale = np.float32(optimizer.loss_scale)
+    scale, inner = scale_and_inner(optimizer)
     grads = [keras.ops.cast(g * scale, dtype) for g in BATCHES[0]]
-    optimizer.apply(grads, variables, loss=None)
-    state = variables + optimizer.inner_optimizer.variables
+    optimizer.apply(grads, variables)
+    state = variables + inner.variables
     return values([keras.ops.cast(v, "float32") for v in state])
 
 
@@ -200,7 +187,7 @@ def test_float16_variables_are_updated_from_float32_gradients_as_from_their_own(
     # Keras rounds the gradient to the variable's dtype and computes in that. Not so
     # Muon's iterations and torch's own kernels: they take the float32 gradient.
     scaled = low_precision_training(wrapped(OPTIMIZERS[name]()), "float16")
-    plain = low_precision_training(Unwrapped(OPTIMIZERS[name]()), "float16")
+    plain = low_precision_training(OPTIMIZERS[name](), "float16")
     if name == "Muon" or BACKEND == "torch":
         for a, b in zip(scaled, plain, strict=True):
             np.testing.assert_allclose(a, b, rtol=2.0**-9, atol=2.0**-20)
@@ -213,7 +200,7 @@ def test_keras_own_schedule_free_adamw_makes_bfloat16_variables_nan():
     # 1 - beta_2 is zero there.
     optimizer = keras.optimizers.ScheduleFreeAdamW()
     with pytest.warns(UserWarning, match="its steps are 0, or nan"):
-        weights = low_precision_training(Unwrapped(optimizer), "bfloat16")
+        weights = low_precision_training(optimizer, "bfloat16")
     assert np.isnan(weights[0]).any()
 
 
@@ -262,7 +249,7 @@ def fitted(optimizer, callback, overflows=()):
         batches(), epochs=2, steps_per_epoch=4 + len(overflows) // 2, shuffle=False,
         validation_data=(X, Y), callbacks=[CALLBACKS[callback]()], verbose=0,
     ).history  # fmt: skip
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    _, inner = scale_and_inner(optimizer)
     logs = [np.array(history[name], "float32") for name in sorted(history)]
     return sorted(history), logs + values(model.variables + inner.variables)
 
