@@ -153,7 +153,9 @@ def test_an_overridden_train_step_that_scales_follows_float32(float32, how):
 
 @pytest.mark.parametrize("fits", [[3], [1, 1, 1]], ids=["in one fit", "in three"])
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {}], ids=str)
-def test_the_train_step_of_the_guide_follows_and_says_so_once(float32, how, fits):
+def test_the_train_step_of_the_guide_follows_float32_and_says_so_once(
+    float32, how, fits
+):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = compiled(model_class=guide_model(), **how)

@@ -75,7 +75,9 @@ def trained(at, **kwargs):
     "model_class", [keras.Model, scaling_model()], ids=["", "its own train step"]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_a_training_with_poisoned_batches_equals_the_one_without(mode, model_class):
+def test_a_training_with_poisoned_batches_equals_the_one_without_them(
+    mode, model_class
+):
     how = dict(model_class=model_class, **MODES[mode])
     _, clean_history, clean_values = trained((), **how)
     model, history, skipped_values = trained((0, 3), **how)
