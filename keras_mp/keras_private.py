@@ -55,7 +55,7 @@ get_stateless_scope = _find(
     "keras.src.backend.common.stateless_scope:get_stateless_scope"
 )
 # The dtype in which variables are read; None for their own, which no policy asks for.
-AutocastScope = _find("keras.src.backend:AutocastScope")
+AutocastScope = _find("keras.src.backend.common.variables:AutocastScope")
 # The path that a layer is about to get, asked for during its first call.
 current_path = _find("keras.src.backend.common.name_scope:current_path")
 # The class of models with a graph, also of those that subclass it.
