@@ -9,6 +9,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -43,8 +44,10 @@ def _find(*paths: str) -> Any:
 # moved them into `ops`; there `backend.numpy` is something else, so it comes last.
 backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
 backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
-# Recurrent layers look these up here.
-backend = _find("keras.src:backend")
+backend_core = _find("keras.src.backend:ops.core", "keras.src:backend")
+# Recurrent layers look up their kernels here. Before Keras 3.16 `rnn` is a function.
+_backend = _find("keras.src:backend")
+backend_rnn = _backend.rnn if isinstance(_backend.rnn, ModuleType) else _backend
 # Every random draw of a layer passes here.
 backend_random = _find("keras.src.backend:random")
 # A cast of ours must keep the mask that Keras attaches to a tensor.

@@ -150,8 +150,8 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     ]
     # `keras.ops` looks an operation up in one of the modules; for `tanh`, which is in
     # two, that is the module of NumPy's names.
-    modules = private.backend, private.backend_numpy, private.backend_nn
-    backend = *modules, *keras.Variable.__mro__
+    modules = private.backend_core, private.backend_numpy, private.backend_nn
+    backend = *modules, private.backend_rnn, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),

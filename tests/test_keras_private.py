@@ -70,8 +70,9 @@ def names_in_private():
         if not name.startswith("_")
         and (getattr(value, "__module__", "").startswith("keras_mp") or name.isupper())
     ] + [
-        "backend_nn backend_numpy backend_random get_keras_mask set_keras_mask",
-        "get_stateless_scope policy_module current_path Functional untracked",
+        "backend_core backend_nn backend_numpy backend_random backend_rnn",
+        "get_keras_mask set_keras_mask get_stateless_scope policy_module current_path",
+        "Functional untracked",
     ]
 
 
@@ -106,11 +107,12 @@ def test_the_first_path_that_keras_has_is_taken():
 @pytest.mark.parametrize(
     "module, call",
     [
+        (private.backend_core, lambda: ops.convert_to_numpy(ops.ones(()))),
         (private.backend_nn, lambda: ops.relu(X)),
         (private.backend_numpy, lambda: ops.arange(3)),
         (private.backend_random, lambda: keras.random.normal((2,))),
     ],
-    ids=["relu", "arange", "normal"],
+    ids=["convert_to_numpy", "relu", "arange", "normal"],
 )
 def test_operations_look_themselves_up_in_their_backend_module(
     module, call, monkeypatch, request
@@ -124,7 +126,7 @@ def test_recurrent_layers_look_their_kernels_up_in_the_backend(monkeypatch):
     def lstm(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(private.backend, "lstm", lstm)
+    monkeypatch.setattr(private.backend_rnn, "lstm", lstm)
     with pytest.raises(ZeroDivisionError):
         layers.LSTM(2)(np.ones((2, 3, 4), "float32"))
 

@@ -41,7 +41,7 @@ REMOVALS = {
     "an operation that is repaired": (
         "del vars(keras.src.backend).get('ops', keras.src.backend).nn"
         ".dot_product_attention",
-        f"{private.backend.__name__}.dot_product_attention",
+        f"{private.backend_core.__name__}.dot_product_attention",
     ),
 }
 

@@ -88,7 +88,7 @@ def test_elsewhere_keras_loops_in_half_precision():
     with pytest.raises(NotImplementedError):
         weights = layer.cell.kernel, layer.cell.recurrent_kernel, layer.cell.bias
         state = np.zeros((2, 4), "float16")
-        private.backend.lstm(
+        private.backend_rnn.lstm(
             X.astype("float16"),
             *(state, state, None, *weights),
             *(keras.activations.tanh, keras.activations.sigmoid),

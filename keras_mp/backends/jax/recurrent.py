@@ -18,7 +18,7 @@ NAMES = ("lstm", "bidirectional_lstm")
 
 
 def repairs() -> dict[str, Wrapper]:
-    found = [name for name in NAMES if hasattr(private.backend, name)]
+    found = [name for name in NAMES if hasattr(private.backend_rnn, name)]
     return dict.fromkeys(found, _in_float32)
 
 

@@ -292,7 +292,7 @@ def read_whole(original: Callable) -> Callable:
         value = self.value if _shards else None
         if not isinstance(value, DTensor):
             return original(self, dtype)
-        array = private.backend.convert_to_numpy(value)
+        array = private.backend_core.convert_to_numpy(value)
         return array.astype(dtype) if dtype else array
 
     return __array__

@@ -71,9 +71,14 @@ def _matrices(layer: Any) -> list[Any]:
 def _is_known(loss: Any) -> bool:
     """Is it computed in chunks?"""
     if engine.keeps_logits:
-        return isinstance(loss, _SPARSE) and loss.from_logits
+        return isinstance(loss, _SPARSE) and _reads_logits(loss)
     if isinstance(loss, keras.losses.CategoricalCrossentropy):
-        return loss.from_logits
+        return _reads_logits(loss)
     function = keras.losses.sparse_categorical_crossentropy
     names = function.__name__, _SPARSE.__name__, function
     return isinstance(loss, _SPARSE) or loss in names
+
+
+def _reads_logits(loss: keras.losses.Loss) -> bool:
+    # Before Keras 3.16 it is an attribute, too.
+    return bool(loss.get_config()["from_logits"])
