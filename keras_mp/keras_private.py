@@ -48,6 +48,10 @@ backend_core = _find("keras.src.backend:ops.core", "keras.src:backend")
 # Recurrent layers look up their kernels here. Before Keras 3.16 `rnn` is a function.
 _backend = _find("keras.src:backend")
 backend_rnn = _backend.rnn if isinstance(_backend.rnn, ModuleType) else _backend
+# From Keras 3.16 on `fit` on JAX gets the batches of one call of the train function at
+# once: stacked, or, if they are fewer or differ in shape, in a list of this class.
+_adapters = _find("keras.src.trainers.data_adapters:data_adapter_utils")
+PartialBatches = vars(_adapters).get("PartialBatchList")
 # Every random draw of a layer passes here.
 backend_random = _find("keras.src.backend:random")
 # A cast of ours must keep the mask that Keras attaches to a tensor.

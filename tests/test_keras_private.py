@@ -72,7 +72,7 @@ def names_in_private():
     ] + [
         "backend_core backend_nn backend_numpy backend_random backend_rnn",
         "get_keras_mask set_keras_mask get_stateless_scope policy_module current_path",
-        "Functional untracked",
+        "Functional untracked PartialBatches",
     ]
 
 
@@ -129,6 +129,25 @@ def test_recurrent_layers_look_their_kernels_up_in_the_backend(monkeypatch):
     monkeypatch.setattr(private.backend_rnn, "lstm", lstm)
     with pytest.raises(ZeroDivisionError):
         layers.LSTM(2)(np.ones((2, 3, 4), "float32"))
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a fact about JAX")
+def test_from_keras_3_16_on_the_batches_of_one_call_come_together():
+    model, seen = keras.Sequential([layers.Dense(1)]), []
+    model.compile("sgd", "mse", steps_per_execution=2)
+    model.fit(X, X[:, :1], batch_size=1, verbose=0)
+    function = vars(model)["train_function"]
+
+    def spied(state, iterator):
+        return function(state, (seen.append(item) or item for item in iterator))
+
+    model.train_function = spied
+    model.fit(np.ones((3, 3)), np.ones((3, 1)), batch_size=1, verbose=0)
+    if private.PartialBatches is None:
+        assert [item[0].shape for item in seen] == [(1, 3)] * 3
+    else:
+        assert seen[0][0].shape == (2, 1, 3)
+        assert isinstance(seen[1], private.PartialBatches) and len(seen[1]) == 1
 
 
 def test_a_mask_is_attached_to_a_tensor():

@@ -36,28 +36,32 @@ class Batches:
         """
         state, iterator = args if len(args) == 2 else (None, *args)
         # Read all batches first: if that raises, the state must not be donated yet.
-        batches = list(itertools.islice(iterator, count))
+        batches = self.read(iterator, count)
         if not batches:
             return train_function(*args)  # It reports that no batch is left.
         for batch in batches:
-            once = functools.partial(self._once, train_function, batch, iterator)
+            alone = functools.partial(self.only, batch, iterator, count)
+            once = functools.partial(self._once, train_function, alone)
             result, state = take(self.contents(batch), state, once)
         return result
 
     def _once(
-        self, train_function: Callable, batch: Any, iterator: Any, state: Any
+        self, train_function: Callable, alone: Callable[[], Any], state: Any
     ) -> tuple[Any, Any]:
-        alone = self.only(batch, iterator)
         if state is None:
-            return train_function(alone), None
-        result = train_function(state, alone)
+            return train_function(alone()), None
+        result = train_function(state, alone())
         return result, result[1]
+
+    def read(self, iterator: Any, count: int) -> list[Any]:
+        """The batches, `count` or fewer, that one call of a train function takes."""
+        return list(itertools.islice(iterator, count))
 
     def contents(self, batch: Any) -> Any:
         """A batch as `train_step` will see it."""
         return batch
 
-    def only(self, batch: Any, iterator: Any) -> Any:
+    def only(self, batch: Any, iterator: Any, count: int) -> Any:
         """What a train function takes in place of `iterator` for one of its batches."""
         return [batch]
 

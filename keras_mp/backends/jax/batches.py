@@ -13,15 +13,28 @@ from keras_mp.backends.batches import Batches
 class JaxBatches(Batches):
     """`fit` passes the state of a model around."""
 
-    def only(self, batch: Any, iterator: Any) -> Any:
-        return iter([batch])
+    def read(self, iterator: Any, count: int) -> list[Any]:
+        if not _are_together(count):
+            return super().read(iterator, count)
+        for together in iterator:
+            if isinstance(together, private.PartialBatches):
+                return list(together)
+            number = len(jax.tree.leaves(together)[0])
+            return [jax.tree.map(lambda x, i=i: x[i], together) for i in range(number)]
+        return []
+
+    def only(self, batch: Any, iterator: Any, count: int) -> Any:
+        return iter(
+            [private.PartialBatches([batch]) if _are_together(count) else batch]
+        )
 
     def take_step(self, model: Any, batch: Any) -> None:
         private.build_from_batch(model, batch)
         model.make_train_function()
         parts = _parts(model)
         state = tuple([v.value for v in variables] for variables in parts.values())
-        _, state = model.train_function(state, iter([batch]))
+        alone = self.only(batch, None, model.steps_per_execution)
+        _, state = model.train_function(state, alone)
         private.attach_state(model, dict(zip(parts, state, strict=True)))
 
     @contextlib.contextmanager
@@ -37,6 +50,11 @@ class JaxBatches(Batches):
     def other_workers(self, model: Any) -> str:
         processes = jax.process_count()
         return f"{processes} processes" if processes > 1 else ""
+
+
+def _are_together(count: int) -> bool:
+    """Does an iterator yield all batches of one call as one item?"""
+    return count > 1 and private.PartialBatches is not None
 
 
 def _parts(model: Any) -> dict[str, list[Any]]:

@@ -23,7 +23,7 @@ class TensorFlowBatches(Batches):
 
         return keras.tree.map_structure(value, batch)
 
-    def only(self, batch: Any, iterator: Any) -> Any:
+    def only(self, batch: Any, iterator: Any, count: int) -> Any:
         if not isinstance(iterator, tf.data.Iterator):
             return iter([batch])  # From `train_on_batch`, not from `fit`.
         # The iterator has the same specification, or the function is traced again for
