@@ -37,7 +37,7 @@ and what the backend's `repairs` name:
     argmax                       takes what the loss has found
     divide, tanh, where          let the loss know what was done to them
     gelu, selu                   keep their slopes alone for the gradient
-    relu                         keeps its result alone behind a conv, conv_transpose or
+    relu                         keeps its result alone after a conv, conv_transpose or
                                  depthwise_conv
     moments                      has a gradient of one pass
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
