@@ -287,24 +287,3 @@ def test_float8_training_in_fit_equals_the_one_without_its_skipped_step():
         return values(model.variables)
 
     assert same_bits(trained(overflows=1), trained(overflows=0))
-
-
-# What Keras itself cannot do ----------------------------------------------------------
-
-
-@pytest.mark.skipif(BACKEND == "torch", reason="works there")
-def test_keras_cannot_overwrite_float8_scales_and_average_weights_at_once():
-    variables = [keras.Variable(1.0), keras.Variable(2.0)]
-    variables[1].overwrite_with_gradient = True
-    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=1)
-    with pytest.raises((TypeError, ValueError), match="None"):
-        optimizer.apply(tensors([np.float32(1.0)] * 2), variables)
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="works elsewhere")
-def test_keras_cannot_train_float8_eagerly_on_tensorflow():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
-    model.layers[0].quantize("float8")
-    model.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        model.fit(np.ones((8, 4)), np.ones((8, 4)), verbose=0)

@@ -2,8 +2,8 @@
 
     python tests/versions/run.py [SET ...]
 
-makes an environment for each set, runs smoke.py and the core test files in it, prints
-a table and writes it into CONTRIBUTING.md, where the rows of other sets stay.
+makes an environment for each set, runs the broad tests and the core test files in it,
+prints a table and writes it into CONTRIBUTING.md, where the rows of other sets stay.
 """
 
 import datetime
@@ -27,7 +27,7 @@ TABLE = re.compile(
     "(<!-- measured: versions -->)(.*)(<!-- end of versions -->)", re.DOTALL
 )
 HEADER = (
-    "| set | Python | Keras | backend | smoke test | core tests |\n"
+    "| set | Python | Keras | backend | broad tests | core tests |\n"
     "| --- | --- | --- | --- | --- | --- |"
 )
 
@@ -38,7 +38,6 @@ TOOLS = ("pytest", "hypothesis", "matplotlib", "rich", "scikit-learn")
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-SMOKE = "tests/versions/smoke.py"
 
 
 class Set(NamedTuple):
@@ -154,17 +153,20 @@ def run_tests(
     return f"{text}, {skipped} skipped" if skipped else text
 
 
-def rows(versions: Set, core: list[str], left_out: list[LeftOut]) -> Iterator[str]:
+def rows(
+    versions: Set, broad: list[str], core: list[str], left_out: list[LeftOut]
+) -> Iterator[str]:
     """Runs the tests of a set: a row of the table for each backend."""
     of_this = [each for each in left_out if versions.name in each.sets]
     options = [f"-Wignore::{each.warning}" for each in of_this if each.warning]
     without = [each.tests for each in of_this if each.tests]
-    of_core = ["-k", f"not ({' or '.join(without)})"] if without else []
+    if without:
+        options += ["-k", f"not ({' or '.join(without)})"]
     keras = version(versions, versions.keras or "keras")
     for backend in versions.backends:
-        results = [run_tests(versions, backend, [SMOKE], options), ""]
+        results = [run_tests(versions, backend, broad, options), ""]
         if backend in versions.core:
-            results[1] = run_tests(versions, backend, core, [*options, *of_core])
+            results[1] = run_tests(versions, backend, core, options)
         cells = [versions.name, versions.python, keras]
         cells += [f"{backend} {version(versions, backend)}", *results]
         row = f"| {' | '.join(cells)} |"
@@ -193,7 +195,7 @@ def write(new: dict[str, list[str]], order: list[str], left_out: list[LeftOut]) 
 
 def main(asked: list[str]) -> int:
     described = tomllib.loads((HERE / "sets.toml").read_text())
-    core = described.pop("core_files")
+    broad, core = described.pop("broad_tests"), described.pop("core_files")
     left_out = [LeftOut(**values) for values in described.pop("left_out")]
     sets = {name: Set(name, **values) for name, values in described.items()}
     if unknown := sorted({*asked} - {*sets}):
@@ -207,7 +209,7 @@ def main(asked: list[str]) -> int:
             continue
         install(sets[name], python)
         results[name] = []
-        for row in rows(sets[name], core, left_out):
+        for row in rows(sets[name], broad, core, left_out):
             results[name].append(row)
             write(results, list(sets), left_out)
     return int(any("**" in row for each in results.values() for row in each))
