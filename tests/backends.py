@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 
 import keras_mp
 from keras_mp import seams
@@ -13,6 +14,11 @@ BACKEND = keras.backend.backend()
 
 def values(variables):
     return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+
+
+def state_of(model):
+    """All but the loss scale and its counters, which a skipped step moves."""
+    return values([*model.variables, *model.optimizer.inner_optimizer.variables])
 
 
 def without_us(function):
@@ -86,6 +92,52 @@ def tensors(grads):
         keras.ops.convert_to_tensor(g) if isinstance(g, np.ndarray | np.generic) else g
         for g in grads
     ]
+
+
+class Chained(keras.Model):
+    """A subclassed model: layers one after another, which no config can hold."""
+
+    def __init__(self, parts, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = parts
+
+    def call(self, x):
+        for layer in self.parts:
+            x = layer(x)
+        return x
+
+
+class Batches(keras.utils.PyDataset):
+    """Serves these batches."""
+
+    def __init__(self, *batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def batches_of(*arrays, size):
+    """Arrays in batches of a size, in their order."""
+    starts = range(0, len(arrays[0]), size)
+    return [tuple(a[start : start + size] for a in arrays) for start in starts]
+
+
+def loader(*arrays, size):
+    """A DataLoader of torch."""
+    torch = pytest.importorskip("torch")
+    dataset = torch.utils.data.TensorDataset(*map(torch.tensor, arrays))
+    return torch.utils.data.DataLoader(dataset, batch_size=size)
+
+
+def tf_data(*arrays, size):
+    """A Dataset of TensorFlow."""
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
 
 
 COMPILED = {"jax": [False, True], "tensorflow": [False, True, "xla"]}.get(

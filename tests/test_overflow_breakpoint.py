@@ -7,15 +7,23 @@ import pathlib
 import random
 import runpy
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, same_bits, scaling_model, values
+from backends import (
+    BACKEND,
+    Batches,
+    Chained,
+    loader,
+    same_bits,
+    scaling_model,
+    state_of,
+    tf_data,
+    values,
+)
 from keras import layers, ops
+from workplace import real, write
 
 import keras_mp
 import keras_mp_cli
@@ -99,11 +107,6 @@ def fit(model, *callbacks, x=X, y=Y, **options):
     return model.fit(x, y, callbacks=list(callbacks), **options)
 
 
-def state_of(model):
-    """All but the loss scale and its counters, which a skipped step moves."""
-    return values([*model.variables, *model.optimizer.inner_optimizer.variables])
-
-
 def scaling_of(model):
     return values(model.optimizer._loss_scaling.variables)
 
@@ -183,10 +186,15 @@ def test_the_nth_skip_in_a_row_is_saved_and_nothing_else_changes(way, folder):
     assert (folder / "diagnosis.json").exists()
 
 
-def test_skips_that_are_not_in_a_row_are_not_saved(folder):
+def test_skips_that_are_not_in_a_row_change_nothing_not_even_the_train_function(folder):
     x, y = data(poisoned=(0, 1, 3, 4))
-    fit(build(), OverflowBreakpoint(folder, skips=3), x=x, y=y)
+    model = build()
+    fit(model, x=X[:SIZE], y=Y[:SIZE])
+    function = model.train_function
+    fit(model, OverflowBreakpoint(folder, skips=3), x=x, y=y)
     assert not folder.exists()
+    assert model.train_function is function
+    assert model not in next_calls
 
 
 def test_skips_in_a_row_go_on_in_the_next_epoch_and_the_epoch_is_reported(folder):
@@ -219,18 +227,28 @@ def test_a_model_that_its_first_step_builds_is_saved_at_that_step(folder):
     assert replay(folder).not_finite
 
 
-def test_it_is_saved_once_in_each_fit_with_one_line(folder, capsys):
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_it_is_saved_once_in_each_fit_with_one_line_beside_those_before(folder, capsys):
+    folder.mkdir(parents=True)  # An empty one is free.
     model, watch = build(), OverflowBreakpoint(folder, skips=1)
-    fit(model, watch, epochs=2)
-    assert facts(folder)["step"] == 2
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x]
-    assert line.startswith("keras_mp: skipped steps in a row: 1. The last, step 2,")
-    assert line.endswith(f"keras-mp replay {folder}")
-    model.optimizer.dynamic_scale.assign(SCALE)
-    fit(model, watch)
-    assert facts(folder)["step"] == 2
-    assert facts(folder.with_name("overflow-2"))["step"] == 2 * BATCHES + 2
-    assert sorted(os.listdir(folder.parent)) == ["overflow", "overflow-2"]
+    names, saved = ["overflow", "overflow-2", "overflow-3"], []
+    for fits, name in enumerate(names):
+        if fits == 2:  # A breakpoint does not keep the folder from being given again.
+            watch = OverflowBreakpoint(folder, skips=1)
+        model.optimizer.dynamic_scale.assign(SCALE)
+        fit(model, watch, epochs=2)
+        step = 2 * BATCHES * fits + 2
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x]
+        said = f"keras_mp: skipped steps in a row: 1. The last, step {step},"
+        assert line.startswith(said)
+        assert line.endswith(f"keras-mp replay {folder.with_name(name)}")
+        assert facts(folder.with_name(name))["step"] == step
+        saved.append(contents(folder))
+    assert saved[0] == saved[1] == saved[2]
+    assert sorted(os.listdir(folder.parent)) == names
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
@@ -245,8 +263,8 @@ def test_an_optimizer_that_does_not_scale_is_left_alone(policy, folder):
 
 def test_it_is_saved_before_the_training_ends_as_diverged(folder):
     model = build()
-    model.compile(keras_mp.LossScaleOptimizer("sgd", SCALE, max_consecutive_skips=2))
-    model.compile(model.optimizer, "mse", **EAGER)
+    optimizer = keras_mp.LossScaleOptimizer("sgd", SCALE, max_consecutive_skips=2)
+    model.compile(optimizer, "mse", **EAGER)
     with pytest.raises(keras_mp.TrainingDivergedError):
         fit(model, OverflowBreakpoint(folder, skips=2))
     assert facts(folder)["step"] == 3
@@ -264,18 +282,6 @@ def test_other_callbacks_stand_beside_it(folder, tmp_path):
 
 
 # The data ----------------------------------------------------------------------------
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, *batches):
-        super().__init__()
-        self.batches = batches
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __getitem__(self, index):
-        return self.batches[index]
 
 
 @keras.saving.register_keras_serializable(package="tests_breakpoint")
@@ -298,19 +304,6 @@ def dict_model():
         model = keras.Model(inputs, outputs)
     model.compile("sgd", {"a": "mse", "b": "mse"}, **EAGER)
     return model
-
-
-def loader(x, y):
-    import torch
-
-    tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-    return torch.utils.data.DataLoader(tensors, batch_size=SIZE)
-
-
-def tf_data(*parts):
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices(parts).batch(SIZE)
 
 
 def installed(name):
@@ -338,9 +331,9 @@ def kinds_of_data():
     yield "a None", dict_model, given, {k: v for k, v in flat.items() if k != names[1]}
     yield "dicts of a PyDataset", dict_model, {"x": Batches(nested)}, flat
     if installed("torch"):
-        yield "a DataLoader", build, {"x": loader(x, y)}, pair
+        yield "a DataLoader", build, {"x": loader(x, y, size=SIZE)}, pair
     if installed("tensorflow"):
-        yield "tf.data", build, {"x": tf_data(x, y, WEIGHTS)}, all_three
+        yield "tf.data", build, {"x": tf_data(x, y, WEIGHTS, size=SIZE)}, all_three
 
 
 KINDS = list(kinds_of_data())
@@ -462,7 +455,7 @@ def test_random_layers_draw_the_same_again(seed, folder):
 def test_it_judges_at_the_scale_at_which_it_overflowed_and_says_what_happens(folder):
     model = build()
     fit(model, OverflowBreakpoint(folder))
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    before = contents(folder)
     again = replay(folder)
     assert again.report.scale == SCALE / 4
     assert list(again.not_finite) == not_finite(model) == list(again.saved.not_finite)
@@ -474,7 +467,7 @@ def test_it_judges_at_the_scale_at_which_it_overflowed_and_says_what_happens(fol
         str(again.report),
     ):
         assert words in text
-    assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert before == contents(folder)
     assert "<svg" in (folder / "diagnosis.html").read_text()
 
 
@@ -508,20 +501,10 @@ def test_without_a_diagnosis_the_rest_is_saved_and_the_reason(folder, monkeypatc
 # A model that no file can hold -------------------------------------------------------
 
 
-class Own(keras.Model):
-    """Takes what no config can hold."""
-
-    def __init__(self, hidden):
-        super().__init__(name="own")
-        self.hidden, self.head = hidden, layers.Dense(2, name="head", dtype="float32")
-
-    def call(self, x):
-        return self.head(self.hidden(x))
-
-
 def build_own():
+    head = layers.Dense(2, name="head", dtype="float32")
     with keras_mp.policy_scope("mixed_float16"):
-        model = Own(layers.Dense(4, name="hidden"))
+        model = Chained([layers.Dense(4, name="hidden"), head], name="own")
     model.compile("adam", "mse", **EAGER)
     return model
 
@@ -550,17 +533,16 @@ def test_of_a_model_that_no_file_can_hold_the_weights_are_saved(make, folder, ca
         (lambda: None, "must return a keras.Model"),
         (lambda: keras.Sequential([layers.Dense(2)]), "must return .* compiled"),
         (lambda: build(random_parts()), "cannot open|trainable variables"),
-        (lambda: in_float32(), "loss of the model must be scaled"),
+        (
+            lambda: keras_mp.convert(build_lambda(), "float32"),
+            "loss of the model must be scaled",
+        ),
     ],
 )
 def test_a_build_of_another_model_is_refused(make, words, folder):
     caught(folder, build_lambda())
     with pytest.raises(BreakpointError, match=words):
         replay(folder, build=make)
-
-
-def in_float32():
-    return keras_mp.convert(build_lambda(), "float32")
 
 
 # Where it is saved -------------------------------------------------------------------
@@ -590,27 +572,6 @@ def test_what_cannot_be_a_folder_is_refused_before_the_training(tmp_path, monkey
         fit(build(), OverflowBreakpoint(mount))
     with pytest.raises(TypeError):
         OverflowBreakpoint(None)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_breakpoint_stays_and_the_next_ones_go_beside_it(folder, capsys):
-    folder.mkdir(parents=True)  # An empty one is free.
-    caught(folder, build())
-    first = contents(folder)
-    for name in ("overflow-2", "overflow-3"):
-        capsys.readouterr()
-        model = build()
-        model.optimizer.dynamic_scale.assign(SCALE * 2)
-        caught(folder, model)
-        assert facts(folder.with_name(name))["loss_scale"] == SCALE * 2
-        line = capsys.readouterr().out.rstrip()
-        assert line.endswith(f"keras-mp replay {folder.with_name(name)}")
-    assert contents(folder) == first
-    names = ["overflow", "overflow-2", "overflow-3"]
-    assert sorted(os.listdir(folder.parent)) == names
 
 
 def test_a_folder_that_is_filled_meanwhile_stays_as_it_is(folder):
@@ -694,17 +655,6 @@ def test_after_an_exception_the_model_trains_on_as_without(failing, folder):
     assert not folder.exists()
 
 
-def test_a_model_that_makes_its_train_function_itself_is_reported(folder):
-    model = build()
-    model.make_train_function = lambda force=False: None
-    type(model).make_train_function(model)
-    model.train_function = model.train_function.__wrapped__
-    with pytest.warns(UserWarning, match="saw no step: the model has"):
-        fit(model, OverflowBreakpoint(folder, skips=1))
-    assert not folder.exists()
-    assert model not in next_calls
-
-
 def traces_of_its_train_step(model):
     traces, step = [], model.train_step
 
@@ -725,15 +675,6 @@ def test_the_train_step_is_traced_as_often_as_without(folder):
         fit(model, *callbacks, batch_size=3)  # The last batch is smaller.
     assert folder.exists()
     assert found[0] == found[1]
-
-
-def test_the_train_function_stays_the_same(folder):
-    model = build()
-    fit(model, x=X[:SIZE], y=Y[:SIZE])
-    function = model.train_function
-    fit(model, OverflowBreakpoint(folder, skips=9))
-    assert model.train_function is function
-    assert model not in next_calls
 
 
 # More than one device ----------------------------------------------------------------
@@ -874,9 +815,7 @@ TRAININGS = {
 def train_script(folder, ending, after=""):
     """Writes a script that trains without asking whether it is __main__."""
     tests = str(pathlib.Path(__file__).parent)
-    text = textwrap.dedent(TRAIN.format(tests=tests, ending=ending, after=after))
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(text)
+    write(folder, {"train.py": TRAIN.format(tests=tests, ending=ending, after=after)})
     return str(folder / "train.py")
 
 
@@ -969,24 +908,12 @@ def test_it_is_replayed_on_another_backend_with_classes_of_the_scripts(folder):
             def call(self, x):
                 return x * 2
     """
-    folder.parent.mkdir()
-    (folder.parent / "classes.py").write_text(textwrap.dedent(script))
+    write(folder.parent, {"classes.py": script})
     twice = runpy.run_path(str(folder.parent / "classes.py"))["Twice"]
     model = build([twice, lambda: layers.Dropout(0.1)])
     saved = caught(folder, model, (X, Y))
-    done = subprocess.run(
-        [sys.executable, "-m", "keras_mp_cli", "replay", "overflow"]
-        + ["--backend", backend, "--script", "classes.py"],
-        cwd=folder.parent,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(pathlib.Path(__file__).parents[1]),
-            "PYTHONWARNINGS": "",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    args = ["overflow", "--backend", backend, "--script", "classes.py"]
+    done = real("replay", *args, home=folder.parent)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert f"{BACKEND}, Keras" in text and f"Here, on {backend}: it overflows" in text

@@ -5,7 +5,18 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, same_bits, scaling_model, values
+from backends import (
+    BACKEND,
+    Batches,
+    Chained,
+    batches_of,
+    loader,
+    same_bits,
+    scaling_model,
+    state_of,
+    tf_data,
+    values,
+)
 from keras import layers
 from processes import on_four_devices
 
@@ -15,6 +26,7 @@ from keras_mp.loss_scaling import retaking
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(scale=30, size=(48, 16)).astype("float32")
 Y = RANDOM.integers(0, 4, 48)
+BATCHES = batches_of(X, Y, size=8)
 HIGH = 2.0**28  # Ten halvings and more from what fits.
 WAYS = {
     "compiled": {},
@@ -73,11 +85,6 @@ def trained(optimizer, model=None, epochs=2, x=X, callbacks=(), **how):
     return model, history.history, seen
 
 
-def state_of(model):
-    """All variables but those of loss scaling."""
-    return values([*model.variables, *model.optimizer.inner_optimizer.variables])
-
-
 def assert_equal(one, other):
     (one, *logs), (other, *other_logs) = one, other
     assert logs == other_logs
@@ -126,66 +133,37 @@ def test_train_on_batch_takes_it_again():
     def losses(scale):
         model = compiled(scaler(scale))
         keras.utils.set_random_seed(1)
-        found = [
-            model.train_on_batch(X[i : i + 8], Y[i : i + 8], return_dict=True)
-            for i in range(0, 48, 8)
-        ]
-        return model, found
+        return model, [model.train_on_batch(*b, return_dict=True) for b in BATCHES]
 
     assert int(assert_none_is_lost(losses).optimizer.iterations) == 6
 
 
 def test_what_tensorflow_builds_in_its_first_step_is_taken_again():
-    class Subclassed(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.parts = [layers.Dense(8, activation="relu"), layers.Dense(4)]
-
-        def call(self, x):
-            for layer in self.parts:
-                x = layer(x)
-            return x
-
     keras.utils.set_random_seed(0)
     with keras_mp.policy_scope("mixed_float16"):
-        model = Subclassed()
+        model = Chained([layers.Dense(8, activation="relu"), layers.Dense(4)])
     # The optimizer is wrapped once it is known what the model computes in.
     model, *_ = trained(keras.optimizers.SGD(1e-6), model, x=X * 30)
     assert int(model.optimizer.skipped_steps) > 0
     assert int(model.optimizer.iterations) == 12
 
 
-class Batched(keras.utils.PyDataset):
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, i):
-        return X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]
-
-
-def data(kind):
-    if kind == "a generator":
-        return ((X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8))
-    if kind == "tf.data":
-        tf = pytest.importorskip("tensorflow")
-        return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-    if kind == "a DataLoader":
-        torch = pytest.importorskip("torch")
-        pairs = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
-        return torch.utils.data.DataLoader(pairs, batch_size=8)
-    return Batched()
+DATA = {
+    "a generator": lambda: (batch for batch in BATCHES),
+    "tf.data": lambda: tf_data(X, Y, size=8),
+    "a DataLoader": lambda: loader(X, Y, size=8),
+    "a PyDataset": lambda: Batches(*BATCHES),
+}
 
 
-@pytest.mark.parametrize(
-    "kind", ["a generator", "tf.data", "a DataLoader", "a PyDataset"]
-)
-def test_whatever_the_data_are(kind):
+@pytest.mark.parametrize("make", DATA.values(), ids=DATA)
+def test_whatever_the_data_are(make):
     def fitted(scale):
         model = compiled(scaler(scale))
         keras.utils.set_random_seed(1)
         options = dict(steps_per_epoch=6, shuffle=False, verbose=0)
         validation = X[:16], Y[:16]
-        history = model.fit(data(kind), validation_data=validation, **options)
+        history = model.fit(make(), validation_data=validation, **options)
         return model, history.history
 
     assert int(assert_none_is_lost(fitted).optimizer.iterations) == 6

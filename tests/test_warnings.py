@@ -19,6 +19,7 @@ from test_layering import modules
 
 import keras_mp
 from keras_mp import sharding
+from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.diagnostics.breakpoint import model_file
 from keras_mp.display import messages
@@ -95,14 +96,7 @@ def checkpoint_of_fewer_variables(folder, monkeypatch):
     load_what_was_saved_of(frozen, folder)
 
 
-class NeverScales(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(2)
-
-    def call(self, x):
-        return self.dense(x)
-
+class NeverScales(keras.Sequential):
     def train_step(self, data):
         variables = self.trainable_variables
         self.optimizer.apply([ops.ones(v.shape) for v in variables], variables)
@@ -123,8 +117,7 @@ class NeverScales(keras.Model):
 @provokes("loss_scaling.stage._warn", "never calls", "apply(")
 def a_train_step_that_never_scales(folder, monkeypatch):
     with keras_mp.policy_scope("mixed_float16"):
-        model = NeverScales()
-    model(X)
+        model = NeverScales([keras.Input((3,)), layers.Dense(2)])
     model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
     fit(model)
 
@@ -180,13 +173,20 @@ def adam_in_bfloat16(folder, monkeypatch):
     optimizer.apply([ops.ones(1, "bfloat16")], [variable])
 
 
-@provokes("callbacks.overflow_breakpoint.on_train_end", "saw no step", "model.fit(")
+@provokes(
+    "callbacks.overflow_breakpoint.on_train_end",
+    "saw no step: the model has",
+    "model.fit(",
+)
 def a_breakpoint_that_saw_no_step(folder, monkeypatch):
     model = scaled()
     fit(model)
+    # As of a model that makes its train function itself.
     model.make_train_function = lambda force=False: None
     model.train_function = model.train_function.__wrapped__
-    fit(model, OverflowBreakpoint(folder / "overflow"))
+    fit(model, OverflowBreakpoint(folder / "overflow", skips=1), x=NAN)
+    assert not (folder / "overflow").exists()
+    assert model not in next_calls
 
 
 @provokes("callbacks.overflow_breakpoint._after", "could not be saved", "model.fit(")
