@@ -14,6 +14,7 @@ from matplotlib import style
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from rich.cells import cell_len
+from test_comparison import WORSE, made
 from workplace import block
 
 import keras_mp
@@ -433,14 +434,13 @@ def test_a_plot_looks_the_same_whatever_style_the_user_has(plot, arguments):
 
 
 def compared():
-    return keras_mp.compare(
-        lambda: modelled(keras.config.dtype_policy()),
-        (X, Y),
-        (X, Y),
-        policies=("float32", "mixed_bfloat16"),
-        seeds=1,
-        verbose=0,
-    )
+    """Many policies with metrics of long names, and two of either."""
+    policies = ["float32", "mixed_float16", "mixed_bfloat16", "mixed_float16 #2"]
+    policies.append("auto (mixed_bfloat16)")
+    names = ["sparse_top_k_categorical_accuracy_of_the_second_output", "loss"]
+    many = {m: {p: [1234.5678, -0.00012345] for p in policies} for m in names}
+    found = made(many), made(WORSE), made(WORSE, seconds_per_step=None)
+    return "\n".join(map(str, found))
 
 
 def searched():
