@@ -1,12 +1,8 @@
 """What is not installed is named in one sentence, with the pip line."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from backends import BACKEND
-from workplace import ROOT
+from workplace import python, refusal
 
 from keras_mp import errors
 from keras_mp_cli import backends
@@ -17,35 +13,13 @@ NO_BACKEND = (
 )
 DRAWING = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
 
-DIAGNOSED = """
-    import numpy as np, keras, keras_mp
-    x = np.ones((4, 3), "float32")
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    report = keras_mp.diagnose(model, x, x[:, :1])
-"""
-COMPARED = """
-    from keras_mp.diagnostics.comparison.comparison import Comparison
-    comparison = object.__new__(Comparison)
-"""
-
 
 def without(packages, program, *args, **variables):
     """Runs a program in an interpreter that does not find the packages."""
     lines = [line[4:] for line in program.splitlines() if line]
     blocked = [f"import sys; sys.modules[{name!r}] = None" for name in packages]
-    return subprocess.run(
-        [sys.executable, "-c", "\n".join([*blocked, *lines]), *args],
-        env={
-            **os.environ,
-            "KERAS_BACKEND": BACKEND,
-            "PYTHONPATH": str(ROOT),
-            **variables,
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    variables = {"KERAS_BACKEND": BACKEND, **variables}
+    return python("\n".join([*blocked, *lines]), *args, **variables)
 
 
 def error_of(done):
@@ -61,8 +35,6 @@ def error_of(done):
 @pytest.mark.parametrize(
     ("package", "program", "sentence"),
     [
-        ("matplotlib", f"{DIAGNOSED}\n    report.plot()", DRAWING),
-        ("matplotlib", f"{COMPARED}\n    comparison.plot()", DRAWING),
         ("matplotlib", "    from keras_mp.display.plots import plot_training", DRAWING),
         ("rich", "    import keras_mp", "keras_mp needs rich: pip install rich"),
         (
@@ -110,15 +82,6 @@ COMMAND = """
 """
 
 
-def line_of(done):
-    """The one line of a command that ended with an error."""
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == "" and "Traceback" not in done.stderr
-    # TensorFlow has more to say.
-    (line,) = [x for x in done.stderr.splitlines() if x.startswith("keras-mp: ")]
-    return line.removeprefix("keras-mp: error: ")
-
-
 @pytest.mark.trains_many
 @pytest.mark.parametrize(
     ("packages", "backend", "sentence"),
@@ -137,7 +100,7 @@ def test_the_demo_without_what_it_needs_is_one_line_and_status_2(
     packages, backend, sentence
 ):
     done = without(packages, COMMAND, "demo", KERAS_BACKEND=backend)
-    assert line_of(done) == sentence
+    assert refusal(done, alone=False) == sentence
 
 
 @pytest.mark.once
@@ -146,7 +109,7 @@ def test_a_script_without_any_backend_is_not_started(command, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('started')\nimport keras\n")
     done = without(BACKENDS, COMMAND, command, str(script), KERAS_BACKEND="")
-    assert line_of(done) == NO_BACKEND
+    assert refusal(done, alone=False) == NO_BACKEND
 
 
 def test_a_script_that_chooses_a_backend_that_is_missing_is_told_so(tmp_path):

@@ -1,12 +1,8 @@
 """A Keras without a name that keras_mp needs: the import says which, and what to do."""
 
-import os
-import subprocess
-import sys
-
 import keras
 import pytest
-from test_layering import REPOSITORY
+from workplace import python
 
 import keras_mp.keras_private as private
 
@@ -49,14 +45,7 @@ REMOVALS = {
 @pytest.mark.once
 @pytest.mark.parametrize("removal, name", REMOVALS.values(), ids=REMOVALS)
 def test_the_import_names_what_keras_does_not_have_and_what_to_do(removal, name):
-    program = f"import keras, keras.src\n{removal}\nimport keras_mp\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python(f"import keras, keras.src\n{removal}\nimport keras_mp\n")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"ImportError: keras_mp needs {name}, which Keras {keras.__version__} does not "

@@ -164,6 +164,35 @@ def block(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
             monkeypatch.delitem(sys.modules, name)
 
 
+def refusal(
+    done: subprocess.CompletedProcess[str], printed: str = "", alone: bool = True
+) -> str:
+    """The one line of a command that refuses; alone, there is nothing else on stderr.
+
+    TensorFlow has more to say.
+    """
+    assert (done.stdout, done.returncode) == (printed, 2), done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == 1 or not alone, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in said if line.startswith("keras-mp: ")]
+    assert line.startswith("keras-mp: error: ")
+    return line.removeprefix("keras-mp: error: ")
+
+
+def python(
+    program: str, *args: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program with everything that is installed."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def real(*args: str, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command with everything that is installed, on this test run's backend."""
     if "KERAS_BACKEND" in os.environ:
