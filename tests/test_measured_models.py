@@ -6,10 +6,10 @@ of KerasHub, do under our policies on JAX and TensorFlow.
 
 import itertools
 import json
-import pathlib
 
 import keras
 import pytest
+from workplace import ROOT
 
 from sweeps.model_cases import cases
 from sweeps.models import BACKENDS, POLICIES
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.once
 
 ROWS = {
     (row["model"], row["backend"], row["policy"], row["how"]): row["outcome"]
-    for row in json.loads(
-        (pathlib.Path(__file__).parents[1] / "sweeps" / "models.json").read_text()
-    )["rows"]
+    for row in json.loads((ROOT / "sweeps" / "models.json").read_text())["rows"]
 }
 
 

@@ -1,7 +1,6 @@
 """The notebooks run from top to bottom, and are committed with their outputs."""
 
 import os
-import pathlib
 import re
 
 import matplotlib
@@ -13,8 +12,8 @@ from backends import BACKEND
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+from workplace import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # A cell tagged so prints the same on every backend and machine.
 SAME = "same-on-every-backend"
@@ -31,10 +30,6 @@ HERE = [
     or path.stem == "03_custom_training"
     or os.environ.get("EVERY_NOTEBOOK")
 ]
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS
 
 
 @pytest.mark.parametrize("path", HERE, ids=lambda path: path.stem)

@@ -1,13 +1,12 @@
 """What pip installs: every import is declared, and the wheel holds two packages."""
 
-import ast
-import pathlib
 import re
 import sys
 import tomllib
 import zipfile
 
 import pytest
+from test_layering import imports_of, modules
 from wheels import PACKAGES, built_wheel
 from workplace import ROOT
 
@@ -18,26 +17,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGE_OF = {"sklearn": "scikit-learn"}
 
 
-def imports(path: pathlib.Path) -> set[str]:
-    """The modules that a file imports, those inside functions as well."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {name.partition(".")[0] for name in found}
-
-
 def names(requirements: list[str]) -> set[str]:
     return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
 
 
 @pytest.fixture(scope="module")
 def imported():
-    found = set().union(
-        *(imports(path) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
-    )
+    found = {
+        each.module.partition(".")[0]
+        for path in modules().values()
+        for each in imports_of(path)
+    }
     third_party = found - sys.stdlib_module_names - set(PACKAGES)
     return {PACKAGE_OF.get(name, name) for name in third_party}
 

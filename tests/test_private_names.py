@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from workplace import ROOT
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 FILES = [
     path
     for folder in ("keras_mp", "keras_mp_cli", "benchmarks", "sweeps")
-    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+    for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 # Public in spite of its underscore: the methods of a named tuple. And a suffix.
@@ -72,7 +72,7 @@ def private_uses(text: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     "path",
     [path for path in FILES if path.name not in OF_PRIVATE_NAMES],
-    ids=lambda path: str(path.relative_to(REPOSITORY)),
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_no_other_file_uses_a_private_name_of_another_library(path):
     found = private_uses(path.read_text())
@@ -118,13 +118,13 @@ def entries(path: pathlib.Path) -> list[str]:
 
 @pytest.mark.once
 def test_contributing_says_how_many_private_names_there_are():
-    package = REPOSITORY / "keras_mp"
+    package = ROOT / "keras_mp"
     keras_own = len(entries(package / "keras_private.py"))
     tensorflow, torch, jax = (
         len(entries(package / f"backends/{backend}/private.py"))
         for backend in ("tensorflow", "torch", "jax")
     )
-    text = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
     assert (
         f"{keras_own} private names of Keras, {tensorflow} of TensorFlow, {torch} of "
         f"torch and {jax} of JAX" in text
