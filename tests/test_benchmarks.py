@@ -1,7 +1,6 @@
 """`python -m benchmarks`: what it compares, how it times, what it writes; untimed."""
 
 import dataclasses
-import importlib.util
 import io
 import json
 import os
@@ -45,6 +44,8 @@ from benchmarks.train.device import peak
 from keras_mp.config import policy_scope
 from keras_mp.policies import heads
 
+# Peers and compilers say what they like.
+pytestmark = pytest.mark.filterwarnings("ignore")
 once = pytest.mark.once
 PEERS_HERE = [p.name for p in PEERS if BACKEND in p.backends and p.installed]
 # The cases that differ in more than their sizes.
@@ -53,16 +54,6 @@ DIFFERENT = list(
 )
 # The least to compile.
 SMALL = "transformer" if BACKEND == "torch" else "wide"
-
-
-@pytest.fixture(autouse=True)
-def other_peoples_warnings():
-    """Peers and compilers say what they like."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class Clock:
@@ -749,9 +740,6 @@ def test_the_command_measures_a_case_and_writes_it(tmp_path):
 
 
 @once
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
-)
 def test_pictures_are_drawn():
     figure = cost_tables.plot([a_cost(), a_cost("cnn", control=1.1)])
     labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]

@@ -110,27 +110,19 @@ def lines_of(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
 
-def test_the_picture_has_a_curve_for_each_policy_and_one_for_the_scale():
+def test_the_picture_has_a_curve_for_each_policy_and_the_scale_and_marks_skips():
     left, right = plot_training(LOSSES, SCALES, [2]).axes
+    assert (left.get_xlabel(), right.get_xlabel()) == ("epoch", "step")
+    assert "nats" in left.get_ylabel() and "log2" in right.get_ylabel()
+    assert "loss" in left.get_title() and "mixed_float16" in right.get_title()
+    assert right.get_yscale() == "log" and right.yaxis.get_transform().base == 2
     assert list(lines_of(left)) == list(LOSSES)
     for policy, line in lines_of(left).items():
         assert list(line.get_xdata()) == [1, 2]
         assert list(line.get_ydata()) == LOSSES[policy]
     assert list(lines_of(right)["loss scale"].get_ydata()) == SCALES
-
-
-def test_the_picture_marks_a_skipped_step_at_the_scale_that_overflowed():
-    _, right = plot_training(LOSSES, SCALES, [2]).axes
-    cross = lines_of(right)["skipped step"]
+    cross = lines_of(right)["skipped step"]  # At the scale that overflowed.
     assert (list(cross.get_xdata()), list(cross.get_ydata())) == ([2], [2**15])
-
-
-def test_the_picture_has_titles_and_axis_labels_with_units():
-    left, right = plot_training(LOSSES, SCALES).axes
-    assert (left.get_xlabel(), right.get_xlabel()) == ("epoch", "step")
-    assert "nats" in left.get_ylabel() and "log2" in right.get_ylabel()
-    assert "loss" in left.get_title() and "mixed_float16" in right.get_title()
-    assert right.get_yscale() == "log" and right.yaxis.get_transform().base == 2
 
 
 @pytest.mark.parametrize(
