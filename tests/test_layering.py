@@ -39,6 +39,8 @@ ROOMS = [
 ]
 
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
+# What is imported within one folder alone.
+ONLY_IN = {"backends": FRAMEWORKS, "display.plots": {"matplotlib"}}
 
 
 class Import(NamedTuple):
@@ -147,26 +149,18 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(f"Modules go round in a circle: {circle}.")
 
 
-def test_frameworks_are_imported_in_backends_only(module):
+@pytest.mark.parametrize("folder", ONLY_IN)
+def test_frameworks_and_matplotlib_are_imported_in_one_folder_each(module, folder):
     name, path = module
-    if name.split(".")[0] == "backends":
-        return
-    for imported, line, _ in imports_of(path):
-        assert imported.split(".")[0] not in FRAMEWORKS, (
-            f"{path.relative_to(REPOSITORY)}:{line} imports {imported}: frameworks "
-            "are imported in backends only. Use keras.ops."
-        )
-
-
-def test_matplotlib_is_imported_in_plots_only(module):
-    name, path = module
-    if name.startswith("display.plots"):
+    if name.startswith(folder):
         return
     for imported, line, only_for_types in imports_of(path):
-        assert imported.split(".")[0] != "matplotlib" or only_for_types, (
-            f"{path.relative_to(REPOSITORY)}:{line} imports {imported}: pictures are "
-            "drawn in keras_mp/display/plots only."
-        )
+        package = imported.split(".")[0]
+        if package in FRAMEWORKS or not only_for_types:
+            assert package not in ONLY_IN[folder], (
+                f"{path.relative_to(REPOSITORY)}:{line} imports {imported}: only "
+                f"{folder} imports {package}. Of a framework use keras.ops."
+            )
 
 
 def in_a_fresh_interpreter(program: str) -> list[str]:
@@ -187,24 +181,6 @@ def in_a_fresh_interpreter(program: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_importing_keras_mp_loads_no_framework_and_no_matplotlib_of_its_own():
-    """Compared with Keras, which loads matplotlib itself where it is installed, and
-    under some backends JAX."""
-    loaded = in_a_fresh_interpreter(
-        "import json, sys\n"
-        "import keras\n"
-        "before = set(sys.modules)\n"
-        "import keras_mp\n"
-        "print(json.dumps(sorted(set(sys.modules) - before)))\n"
-    )
-    unwanted = (FRAMEWORKS - {keras.backend.backend()}) | {"matplotlib", "scipy"}
-    assert [name for name in loaded if name.split(".")[0] in unwanted] == []
-    assert "keras_mp.display.plots" not in loaded, (
-        "`import keras_mp` loads keras_mp.display.plots, and with it matplotlib: "
-        "import it where a picture is drawn."
-    )
 
 
 def test_keras_mp_can_be_imported_where_only_its_backend_is_installed():

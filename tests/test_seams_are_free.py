@@ -11,10 +11,14 @@ from test_layering import in_a_fresh_interpreter
 
 import keras_mp
 
-HEAVY = ("keras_mp.diagnostics", "keras_mp.callbacks.overflow_breakpoint")
+HEAVY = (
+    "keras_mp.diagnostics",
+    "keras_mp.display.plots",
+    "keras_mp.callbacks.overflow_breakpoint",
+)
 
 
-def test_importing_keras_mp_loads_no_diagnostics():
+def test_importing_keras_mp_loads_no_diagnostics_and_no_pictures():
     # They are half of all modules, and of the time.
     loaded = in_a_fresh_interpreter(
         "import json, sys, keras_mp\n"
