@@ -10,6 +10,15 @@ import keras_mp
 from keras_mp import seams
 
 BACKEND = keras.backend.backend()
+POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+
+def dtype_of(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def computes(model):
+    return [layer.compute_dtype for layer in model.layers]
 
 
 def values(variables):

@@ -27,6 +27,7 @@ import hypothesis  # noqa: E402
 import keras  # noqa: E402
 import pytest  # noqa: E402
 import workplace  # noqa: E402
+from backends import POLICIES  # noqa: E402
 
 import keras_mp  # noqa: E402
 
@@ -85,6 +86,18 @@ def small_heap():
 def work(tmp_path):
     """A folder for the command line, with a stand-in for Keras."""
     return workplace.Workplace(tmp_path)
+
+
+@pytest.fixture
+def mixed_float16():
+    keras_mp.set_global_policy("mixed_float16")
+
+
+@pytest.fixture(params=POLICIES)
+def half(request):
+    """Sets one of the policies, and says in which dtype it computes."""
+    keras_mp.set_global_policy(request.param)
+    return POLICIES[request.param]
 
 
 @pytest.fixture(autouse=True)

@@ -8,20 +8,15 @@ import types
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, same_bits, values
+from backends import BACKEND, POLICIES, computes, dtype_of, same_bits, values
 from models_to_convert import BUILDERS
 
 import keras_mp
 from keras_mp.policies.layers import is_graph
 
 layers = keras.layers
-HALF = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 # Half a unit in the last place, of the largest activation; a few layers add up.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-
-
-def dtype_of(tensor):
-    return keras.backend.standardize_dtype(tensor.dtype)
 
 
 def arrays(outputs):
@@ -97,11 +92,11 @@ def round_trip(name, policy):
 
 # Each model under one of the two policies in turn; under both where nothing is
 # compiled, which is most of the time that this takes.
-TRIPS = [*itertools.product(BUILDERS, HALF)]
+TRIPS = [*itertools.product(BUILDERS, POLICIES)]
 if BACKEND != "torch":
-    TRIPS = [*zip(BUILDERS, itertools.cycle(HALF), strict=False)]
+    TRIPS = [*zip(BUILDERS, itertools.cycle(POLICIES), strict=False)]
 every_model = pytest.mark.parametrize("name, policy", TRIPS)
-both = pytest.mark.parametrize("policy", HALF)
+both = pytest.mark.parametrize("policy", POLICIES)
 
 
 @every_model
@@ -131,13 +126,13 @@ def test_layers_return_what_they_say_and_what_the_graph_says(name, policy):
             assert dtype == compute_dtype, layer.path
         if dtype and key in trip.said and not symbolically_wrong(layer):
             assert dtype == trip.said[key], layer.path
-    assert HALF[policy] in trip.real.values()
+    assert POLICIES[policy] in trip.real.values()
 
 
 @every_model
 def test_what_is_predicted_is_rounded_and_not_more(name, policy):
     trip = round_trip(name, policy)
-    bound = 8 * ROUNDING[HALF[policy]]
+    bound = 8 * ROUNDING[POLICIES[policy]]
     for want, got in zip(trip.before, trip.predicted, strict=True):
         assert np.max(np.abs(want - got)) <= bound * max(1, np.max(np.abs(want)))
         assert np.any(want != got)
@@ -337,10 +332,6 @@ def test_a_model_within_another_is_compiled_for_itself():
 # What a policy says ---------------------------------------------------------------
 
 
-def computes(model):
-    return [x.compute_dtype for x in model.layers]
-
-
 def ours(*float32):
     return functools.partial(keras_mp.MixedFloat16, float32=list(float32))
 
@@ -391,27 +382,6 @@ def test_whatever_a_layer_had_before_the_policy_replaces():
     keras_mp.convert(model, "mixed_bfloat16")
     keras_mp.convert(model, "mixed_bfloat16")
     assert computes(model) == ["bfloat16", "float32"]
-
-
-def test_auto_converts_to_what_the_hardware_is_made_for():
-    model = keras_mp.convert(small(), "auto")
-    recommended = keras_mp.recommended_policy()
-    expected = keras.DTypePolicy(recommended.name).compute_dtype
-    assert computes(model)[0] == expected
-
-
-def test_an_authors_class_stays_in_float32(monkeypatch):
-    monkeypatch.setattr(keras_mp.policies.stock_rules, "_kept", {})
-
-    @keras_mp.keep_float32
-    class Careful(layers.Dense):
-        pass
-
-    model = keras.Sequential(
-        [keras.Input((3,)), Careful(4), layers.Dense(4), layers.Dense(2)]
-    )
-    keras_mp.convert(model, "mixed_float16")
-    assert computes(model) == ["float32", "float16", "float32"]
 
 
 def test_a_single_layer_is_converted_too():

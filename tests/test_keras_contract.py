@@ -719,15 +719,6 @@ def test_a_policy_set_on_a_built_model_leaves_the_traced_functions_as_they_were(
     assert model.predict_on_batch(data()[0]).dtype != traced
 
 
-def test_flatten_layers_has_the_model_itself_and_every_nested_layer():
-    inner = dense_model()
-    model = keras.Sequential([keras.Input((3,)), inner])
-    first, *others = [id(layer) for layer in model._flatten_layers()]
-    assert first == id(model)
-    assert len({first, *others}) == 1 + len(others)
-    assert {id(inner), id(inner.layers[0])} <= {*others}
-
-
 # Policies ----------
 
 

@@ -10,9 +10,8 @@ import re
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND
+from backends import BACKEND, dtype_of
 from keras import layers, ops
-from test_conversion import dtype_of
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
@@ -290,6 +289,7 @@ def test_a_layer_lists_the_layers_that_it_is_made_of_parents_first():
     dense = layer.outer.layers[0]
     found = private.layers_in(layer)
     assert found[0] is layer and layer.outer in found
+    assert len(found) == len({id(each) for each in found})
     assert found.index(layer.outer) < found.index(dense)
     assert private.layers_in(layer, itself=False, nested=False) == [layer.outer]
 

@@ -5,6 +5,7 @@ import html
 import keras
 import numpy as np
 import pytest
+from backends import computes
 
 import keras_mp
 from keras_mp.policies.stock_rules import RULES, Rule
@@ -127,10 +128,10 @@ def test_keep_float32_holds_for_policies_that_exist_and_for_conversions():
     policy = keras_mp.MixedFloat16()
     keras_mp.keep_float32(Careful)
     assert decided(lambda: Careful(2), X, policy) == "Careful"
-    layer = Careful(2)
-    layer(X)
-    keras_mp.convert(layer, "mixed_bfloat16")
-    assert layer.compute_dtype == "float32"
+    model = keras.Sequential([Careful(2), layers.Dense(2), layers.Dense(2)])
+    model(X)
+    keras_mp.convert(model, "mixed_bfloat16")
+    assert computes(model) == ["float32", "bfloat16", "float32"]
     # The user's own word for one layer goes before the author's.
     assert Careful(2, dtype="mixed_float16")(X) is not None
     stock = Careful(2, dtype=keras.DTypePolicy("mixed_float16"))
