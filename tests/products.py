@@ -57,6 +57,14 @@ def jaxpr_of(model, batch):
     return jax.make_jaxpr(model.train_step)(state, batch)
 
 
+def lowered(function, arguments, platform):
+    """The program that JAX gives to XLA, for a platform that need not be here."""
+    import jax
+
+    traced = jax.jit(function).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 def _of_jaxpr(jaxpr):
     import jax
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from keras import layers, ops
 from processes import on_four_devices
+from products import lowered
+from test_heads import cross_entropy_of
 
 import keras_mp
 from keras_mp.backends import products
@@ -151,8 +153,7 @@ def test_the_kernel_is_multiplied_once_for_each_gradient(in_rows):
 
     def products(*of):
         gradient = jax.grad(lambda *x: in_rows(*x).sum(), of)
-        text = jax.jit(gradient).trace(INPUTS, KERNEL)
-        return text.lower(lowering_platforms=("cuda",)).as_text().count("dot_general")
+        return lowered(gradient, (INPUTS, KERNEL), "cuda").count("dot_general")
 
     assert products(0, 1) == 3 + 2 and products(0) == 3 + 1
 
@@ -169,9 +170,8 @@ def test_a_large_gradient_by_tied_weights_is_half(rows, tied, dtype):
         head = Product(inputs, kernel, operands)
         return large_heads.losses(head, jnp.zeros(rows, "int32"), 3)[0].sum()
 
-    inputs, kernel = jnp.ones((rows, width)), jnp.ones((width, CLASSES))
-    traced = jax.jit(jax.grad(losses, 1)).trace(inputs, kernel)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    ones = jnp.ones((rows, width)), jnp.ones((width, CLASSES))
+    text = lowered(jax.grad(losses, 1), ones, "cuda")
     made = rf"dot_general .*-> tensor<{width}x{CLASSES}x(f\d+)>"
     assert re.findall(made, text) == [dtype]
 
@@ -276,11 +276,8 @@ def test_a_tpu_makes_one_chunk_unless_it_recomputes(mode, classes):
     gradient = jax.grad(
         lambda x: large_heads.losses(Product(x, KERNEL, operands), LABELS, 3)[0].sum()
     )
-    traced = jax.jit(gradient).trace(INPUTS)
     counts = {
-        platform: traced.lower(lowering_platforms=(platform,))
-        .as_text()
-        .count("stablehlo.dot_general")
+        platform: lowered(gradient, (INPUTS,), platform).count("stablehlo.dot_general")
         for platform in ("cuda", "tpu")
     }
     # Of the gradient's two products the kernel's is not asked for.
@@ -331,12 +328,8 @@ IDS = RANDOM.integers(0, CLASSES, (8, 6))
 
 def trained(model, loss=None, metrics=(), fit=(), **options):
     """The losses and the weights after two epochs."""
-    last = getattr(model.layers[-1], "activation", None)
-    from_logits = last is not keras.activations.softmax
-    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
-    model.compile(
-        options.pop("optimizer", "adam"), loss, metrics=list(metrics), **options
-    )
+    optimizer, loss = options.pop("optimizer", "adam"), loss or cross_entropy_of(model)
+    model.compile(optimizer, loss, metrics=list(metrics), **options)
     labels = np.concatenate([LABELS.clip(0, CLASSES - 1)] * 2)
     history = model.fit(IDS, labels, batch_size=4, epochs=2, verbose=0, **dict(fit))
     return history.history["loss"], model.get_weights()
@@ -392,11 +385,8 @@ def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
 
     def accuracies():
         model = decoder(kind)
-        last = getattr(model.layers[-1], "activation", None)
-        loss = keras.losses.SparseCategoricalCrossentropy(
-            from_logits=last is not keras.activations.softmax
-        )
-        model.compile("adam", loss, weighted_metrics=[ACCURACIES[kind]()])
+        accuracy = ACCURACIES[kind]()
+        model.compile("adam", cross_entropy_of(model), weighted_metrics=[accuracy])
         validation = {"validation_data": (IDS, IDS)}
         history = model.fit(IDS, IDS, epochs=8, verbose=0, **validation).history
         return [values for name, values in history.items() if "loss" not in name]

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND
+from backends import BACKEND, dtype_of
 from keras import ops
 from processes import on_four_devices
+from products import lowered
 
 if BACKEND == "jax":
     import jax
@@ -143,7 +144,7 @@ def agree(found, wanted, dtype):
 def test_attention_is_that_of_float64_but_for_rounding(case, dtype):
     q, k, v, _ = tensors(case, dtype)
     result = ops.dot_product_attention(q, k, v, **options(case, dtype))
-    assert keras.backend.standardize_dtype(result.dtype) == dtype
+    assert dtype_of(result) == dtype
     agree([result], reference(case, dtype)[:1], dtype)
 
 
@@ -187,11 +188,6 @@ def test_what_is_padded_for_the_fused_kernel_changes_nothing(case, dtype, monkey
     found = with_gradients(attend, case, dtype)
     agree(found, reference(case, dtype), dtype)
     assert lengths and not any(length % 2 for pair in lengths for length in pair)
-
-
-def lowered(function, arguments, platform):
-    step = jax.jit(function).trace(*arguments)
-    return step.lower(lowering_platforms=(platform,)).as_text()
 
 
 def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):

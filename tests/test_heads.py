@@ -142,11 +142,14 @@ def data_for(model, seed=0):
     return x, y.astype("int32")
 
 
-def compiled(model, **options):
+def cross_entropy_of(model):
     activation = getattr(model.layers[-1], "activation", None)
     softmax = activation is keras.activations.softmax
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not softmax)
-    model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=not softmax)
+
+
+def compiled(model, **options):
+    model.compile(keras.optimizers.SGD(0.1), cross_entropy_of(model), **options)
     model.optimizer.build(model.trainable_variables)
     return model
 
