@@ -68,14 +68,6 @@ def as_fact(test):
     return holds
 
 
-@pytest.fixture(autouse=True)
-def the_global_policy_is_float32():
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("float32")
-    yield
-    keras.config.set_dtype_policy(before)
-
-
 # What the tests look at ----------
 
 KERAS_FOLDER = str(pathlib.Path(keras.__file__).parent)
@@ -967,35 +959,10 @@ def test_a_sequential_model_builds_an_input_of_its_first_layers_compute_dtype():
 
 
 @plain_keras
-def test_a_graph_keeps_its_nodes_by_depth_and_fills_in_their_arguments():
-    """The inputs deepest; a call's arguments are filled in with other tensors."""
-    model = functional_model()
-    depths = sorted(model._nodes_by_depth, reverse=True)
-    assert all(node.is_input for node in model._nodes_by_depth[depths[0]])
-    (last,) = model._nodes_by_depth[0]
-    assert last.outputs[0] is model.outputs[0]
-    other = keras.KerasTensor(last.input_tensors[0].shape)
-    args, kwargs = last.arguments.fill_in({id(last.input_tensors[0]): other})
-    assert args[0] is other and not kwargs
-
-
-@plain_keras
 def test_a_graph_casts_its_inputs_to_its_symbolic_dtypes():
     x = keras.Input((1,), dtype="float16")
     model = keras.Model(x, Returns(dtype="float32")(x))
     assert float(numpy_of(model(tensor([[2049.0]])))[0, 0]) == 2048
-
-
-@plain_keras
-def test_a_layer_keeps_its_policy_in_a_private_attribute():
-    """The setter writes into a map that a built layer has there."""
-    policy = keras.dtype_policies.DTypePolicyMap("float32")
-    layer = layers.Dense(1, dtype=policy)
-    assert layer._dtype_policy is policy
-    layer.build((None, 2))
-    layer.dtype_policy = keras.DTypePolicy("mixed_float16")
-    assert layer._dtype_policy is policy
-    assert policy[layer.path].name == "mixed_float16"
 
 
 @mended_in_3_16

@@ -275,6 +275,15 @@ def test_the_policy_of_a_layer_is_an_attribute():
     assert layer.compute_dtype == "float32"
 
 
+def test_a_policy_that_is_set_is_written_into_the_map_of_a_built_layer():
+    policies = keras.dtype_policies.DTypePolicyMap("float32")
+    layer = layers.Dense(1, dtype=policies)
+    layer.build((None, 2))
+    layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+    assert vars(layer)[private.DTYPE_POLICY] is policies
+    assert policies[layer.path].name == "mixed_float16"
+
+
 def test_a_layer_casts_its_inputs_unless_the_attribute_says_no():
     layer = layers.Identity(dtype="mixed_bfloat16")
     assert dtype_of(layer(X)) == "bfloat16"
@@ -401,11 +410,15 @@ def test_a_sequential_model_has_a_graph_once_it_is_built():
     assert isinstance(private.graph_of(model), private.Functional)
 
 
-def test_a_graph_lists_its_calls_by_depth():
+def test_a_graph_lists_its_calls_by_depth_to_be_made_again_with_other_tensors():
     model = small_model()
     depths = private.nodes_by_depth(model)
-    assert [node.operation for node in depths[0]] == [model.layers[-1]]
-    assert [node.operation for node in depths[max(depths)]] == [model.layers[0]]
+    (last,), (first,) = depths[0], depths[max(depths)]
+    assert (first.operation, last.operation) == (model.layers[0], model.layers[-1])
+    assert first.is_input and last.outputs[0] is model.outputs[0]
+    other = keras.KerasTensor(last.input_tensors[0].shape)
+    args, kwargs = last.arguments.fill_in({id(last.input_tensors[0]): other})
+    assert args[0] is other and not kwargs
 
 
 def test_a_layer_knows_its_symbolic_calls_and_a_tensor_its_operation():
