@@ -36,7 +36,7 @@ CASES = [
     Case(kind, compiled, ending, loss, policy)
     for loss, ending, kind, compiled, policy in pairs
 ]
-# Of models without a graph that end in a sigmoid, each binary loss looks for the logits.
+# Without a graph to read, each binary loss finds the logits of a sigmoid.
 SIGMOIDS = [
     ("Sequential", Ending("sigmoid")),
     ("subclassed", Ending("sigmoid")),

@@ -22,7 +22,7 @@ promotes = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def half():
+def under_the_policy():
     with keras_mp.policy_scope(f"mixed_{HALF}"):
         yield
 
