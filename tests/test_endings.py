@@ -4,21 +4,11 @@ Of its table, cases that hold every pair of two entries: each kind of model with
 of the losses below, each loss with each last activation that it fits, and so on.
 """
 
-import itertools
-
 import keras
 import pytest
 from allpairspy import AllPairs
 
-from sweeps.endings import (
-    ENDINGS,
-    KINDS,
-    LOSSES,
-    POLICIES,
-    Case,
-    Ending,
-    disagreement,
-)
+from sweeps.endings import ENDINGS, KINDS, LOSSES, POLICIES, Case, disagreement
 
 every_loss = [loss for losses in LOSSES.values() for loss in losses]
 # Those that read logits, and one of each other kind; the sweep has all.
@@ -35,20 +25,6 @@ pairs = AllPairs([chosen, ENDINGS, KINDS, [True, False], POLICIES], fits)
 CASES = [
     Case(kind, compiled, ending, loss, policy)
     for loss, ending, kind, compiled, policy in pairs
-]
-# Without a graph to read, each binary loss finds the logits of a sigmoid.
-SIGMOIDS = [
-    ("Sequential", Ending("sigmoid")),
-    ("subclassed", Ending("sigmoid")),
-    ("subclassed", Ending("sigmoid", applied=True)),
-    ("subclassed around Functional", Ending("sigmoid")),
-]
-binary = [loss for loss in LOSSES["sigmoid"] if loss.name.startswith("Binary")]
-CASES += [
-    Case(kind, True, ending, loss, policy)
-    for (kind, ending), loss, policy in itertools.product(
-        SIGMOIDS, binary, POLICIES[:2]
-    )
 ]
 
 

@@ -151,6 +151,61 @@ def test_a_converted_model_returns_float32_before_and_after():
         assert dtype_of(model(X)["y"]) == "float32"
 
 
+# Outputs with logits --------------------------------------------------------------
+
+
+class Around(keras.Model):
+    """A subclassed model of a layer or a model, and an activation in its `call`."""
+
+    def __init__(self, inner, activation=None):
+        super().__init__()
+        self.inner = inner
+        self.after = keras.activations.get(activation)
+
+    def call(self, x):
+        return self.after(self.inner(x))
+
+
+def graph(layer):
+    inputs = keras.Input((2,))
+    return keras.Model(inputs, layer(inputs))
+
+
+def sigmoid():
+    return layers.Dense(1, activation="sigmoid")
+
+
+SIGMOIDS = {
+    "of a layer": lambda: Around(sigmoid()),
+    "in call": lambda: Around(layers.Dense(1), "sigmoid"),
+    "of a model within": lambda: Around(graph(sigmoid())),
+    "sequential": lambda: keras.Sequential([sigmoid()]),
+}
+
+
+@pytest.mark.parametrize("loss", ["binary_crossentropy", "binary_focal_crossentropy"])
+@pytest.mark.parametrize("make", SIGMOIDS.values(), ids=SIGMOIDS)
+def test_models_that_end_in_a_sigmoid_train_as_in_float32(make, loss, half):
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+    y = (x[:, :1] > 0).astype("float32")
+    losses = {}
+    for policy in ("float32", half):
+        keras.utils.set_random_seed(0)
+        keras_mp.set_global_policy(f"mixed_{half}" if policy == half else policy)
+        model = make()
+        model.compile("sgd", loss)
+        fitted = model.fit(x, y, epochs=3, shuffle=False, verbose=0)
+        losses[policy] = fitted.history["loss"]
+    np.testing.assert_allclose(losses[half], losses["float32"], rtol=0.02)
+
+
+@pytest.mark.parametrize("make", SIGMOIDS.values(), ids=SIGMOIDS)
+def test_losses_take_what_a_model_that_was_never_compiled_returns(make, half):
+    predicted = make()(X)
+    assert dtype_of(keras.losses.binary_crossentropy(Y, predicted)) == "float32"
+    assert dtype_of(keras.losses.BinaryCrossentropy()(Y, predicted)) == "float32"
+
+
 # Outputs that are no heads --------------------------------------------------------
 
 
