@@ -82,12 +82,11 @@ def _watch_skips(model: Any) -> None:
     Looks only every few steps, because a look waits for the device, and before a step:
     after one, JAX has donated the state that `fit` goes back to.
     """
-    train_function = model.train_function
+    train_function = engine.keeping_state(model, model.train_function)
     retaking_it = functools.partial(retaking.call, model, train_function)
     calls = 0
 
-    @functools.wraps(train_function)
-    def watched(*args: Any) -> Any:
+    def step(args: Any) -> Any:
         nonlocal calls
         # Read anew: the first step may have wrapped it.
         scaling = loss_scaling_of(model.optimizer)
@@ -97,10 +96,19 @@ def _watch_skips(model: Any) -> None:
                 model.optimizer.raise_if_diverged(engine.optimizer_values(args))
             calls += 1
         retakes = scaling is None or scaling.retakes
-        step = retaking_it if retakes else train_function
+        once = retaking_it if retakes else train_function
         reference = next_calls.pop(model, None) if next_calls else None
         made_by = reference and reference()
-        return made_by(step, args) if made_by else step(*args)
+        return made_by(once, args) if made_by else once(*args)
+
+    @functools.wraps(train_function)
+    def watched(*args: Any) -> Any:
+        engine.note_state(model, args[0])
+        try:
+            return step(args)
+        except BaseException:
+            engine.put_state_back(model)
+            raise
 
     model.train_function = watched
 

@@ -341,9 +341,19 @@ def compile_config(model: Any) -> dict[str, Any]:
     return model._compile_config.config
 
 
+def note_state(model: Any, state: dict[str, Any]) -> None:
+    """Keeps the state that `fit` on JAX passes round where `fit` itself keeps it."""
+    vars(model)["_jax_state"] = state
+
+
+def noted_state(model: Any) -> dict[str, Any]:
+    """The state that was kept last."""
+    return model._jax_state
+
+
 def attach_state(model: Any, state: dict[str, Any]) -> None:
     """Writes the state that `fit` on JAX passes round into the model's variables."""
-    model._jax_state = state
+    note_state(model, state)
     model._jax_state_synced = False
     model.jax_state_sync()
 

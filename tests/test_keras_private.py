@@ -464,6 +464,8 @@ def test_the_state_of_fit_is_attached_and_detached():
         "optimizer_variables": [v.value for v in model.optimizer.variables],
         "metrics_variables": [v.value for v in model.metrics_variables],
     }
+    private.note_state(model, state)
+    assert private.noted_state(model) is state
     private.attach_state(model, state)
     assert float(ops.max(model.trainable_variables[0].value)) == 7
     private.detach_state(model, ["trainable_variables"])

@@ -140,8 +140,9 @@ def test_rollback_and_monitor_cost_a_step_of_fit_a_few_python_calls():
     monitor = keras_mp.callbacks.LossScaleMonitor()
     monitored = calls_a_step(fitting(callbacks=[monitor], retake_steps=0))
     # On torch a step takes some 4500 calls. Copies of the scale and of the skips are
-    # made for the monitor alone.
-    few = 150 if BACKEND == "torch" else 2
+    # made for the monitor alone. On JAX most calls are those by which the handler of
+    # SIGINT goes out and comes back.
+    few = {"torch": 160, "jax": 45, "tensorflow": 4}[BACKEND]
     assert rollback - without <= few
     # Two results more, which TensorFlow unpacks and Keras makes numbers of.
     more = {"tensorflow": 150, "torch": few - (rollback - without) + 5}

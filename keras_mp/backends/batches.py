@@ -65,6 +65,21 @@ class Batches:
         """What a train function takes in place of `iterator` for one of its batches."""
         return [batch]
 
+    def keeping_state(self, model: Any, train_function: Callable) -> Callable:
+        """The train function; on JAX its calls note the state that they return."""
+        return train_function
+
+    def note_state(self, model: Any, state: Any) -> None:
+        """Notes a state that `fit` passes around on JAX, for `put_state_back`."""
+        return
+
+    def put_state_back(self, model: Any) -> None:
+        """Gives variables the values of the state that was noted last.
+
+        After an exception Keras would go back to a state that a step has donated.
+        """
+        return
+
     def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
         """A context in which variables hold such a state."""
         return contextlib.nullcontext()

@@ -42,8 +42,9 @@ class LossScaling:
             as in `LossScaleState`.
         variables: these five, in the order of `LossScaleState`.
         nonfinite_counts: a variable, see `nonfinite.py`; None before `build`.
+        applied: whether this train step has updated anything, where that is known.
         before_skip: on torch, the values of the state before the first skipped update
-            of a train step; each train step starts by setting it to None.
+            of this train step; else None.
         retakes: whether `fit` may still be among its first `retake_steps`.
         one_update: whether the last train step that Python saw makes this optimizer's
             update and has no other known effect, so that it may be repeated.
@@ -62,6 +63,7 @@ class LossScaling:
         lowest = rule.min_scale if rule.dynamic else math.inf
         self.skips = SkipWatch(max_consecutive_skips, lowest)
         self.underflow = UnderflowWatch()
+        self.applied = False
         self.before_skip: list[Any] | None = None
         self.retake_steps = retake_steps
         self.retakes = retake_steps != 0
@@ -92,9 +94,17 @@ class LossScaling:
         counts = np.zeros((ROWS, number), "int32")
         self.nonfinite_counts = self._add_variable(counts, "nonfinite_counts")
 
-    def note_skip(self) -> None:
-        """Keeps the values of the state before the first skipped update of a step."""
-        if self.before_skip is None:
+    def begin_step(self) -> None:
+        """Forgets what the last train step did."""
+        self.applied, self.before_skip = False, None
+
+    def note(self, applied: bool | None) -> None:
+        """Notes what became of an update; None if Python does not know.
+
+        Keeps the values of the state before the first skipped update of a step.
+        """
+        self.applied = self.applied or applied is True
+        if applied is False and self.before_skip is None:
             self.before_skip = [ops.copy(v.value) for v in self.variables]
 
     def resume(self) -> None:

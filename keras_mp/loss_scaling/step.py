@@ -5,6 +5,7 @@ decide    is the step applied, and what does loss scaling remember about it?
 write     the inner optimizer's update, or none; then the new scale and counters
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import interrupts
 from keras_mp.backends import engine
 from keras_mp.backends.step import FINITE, Update
 from keras_mp.loss_scaling import gradients
@@ -118,10 +120,10 @@ def write(
             inner.apply(grads, variables)
 
     update = Update(run, lambda: written_by(inner, variables), ever_accumulates(inner))
-    if engine.update_if(decision.finite, update, prepared.grads) is False:
-        scaling.note_skip()
-    for variable, value in decision.after:
-        variable.assign(value)
+    with contextlib.nullcontext() if engine.is_tracing() else interrupts.held():
+        scaling.note(engine.update_if(decision.finite, update, prepared.grads))
+        for variable, value in decision.after:
+            variable.assign(value)
 
 
 def _in_columns(

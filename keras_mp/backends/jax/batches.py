@@ -1,13 +1,23 @@
 """One batch at a time on JAX, where `fit` passes the state of a model around."""
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 import keras_mp.keras_private as private
+from keras_mp import interrupts
 from keras_mp.backends.batches import Batches
+
+# The variables whose values `fit` passes around, in its order.
+_PARTS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
 
 
 class JaxBatches(Batches):
@@ -31,21 +41,41 @@ class JaxBatches(Batches):
     def take_step(self, model: Any, batch: Any) -> None:
         private.build_from_batch(model, batch)
         model.make_train_function()
-        parts = _parts(model)
-        state = tuple([v.value for v in variables] for variables in parts.values())
+        state = tuple([v.value for v in variables] for variables in _parts(model))
         alone = self.only(batch, None, model.steps_per_execution)
         _, state = model.train_function(state, alone)
-        private.attach_state(model, dict(zip(parts, state, strict=True)))
+        private.attach_state(model, _by_part(state))
+
+    def keeping_state(self, model: Any, train_function: Callable) -> Callable:
+        def keeping(state: Any, iterator: Any) -> Any:
+            count = model.steps_per_execution
+            items = 1 if _are_together(count) else count
+            read = list(itertools.islice(iterator, items))  # It may wait for ever.
+            with interrupts.held():
+                result = train_function(state, iter(read))
+                self.note_state(model, result[1])
+            return result
+
+        return keeping
+
+    def note_state(self, model: Any, state: Any) -> None:
+        # As `fit` does once it has the result.
+        private.note_state(model, _by_part(state))
+
+    def put_state_back(self, model: Any) -> None:
+        state = private.noted_state(model)
+        # A step that fails on the device leaves no state, neither old nor new.
+        if not any(value.is_deleted() for value in jax.tree.leaves(state)):
+            private.attach_state(model, state)
 
     @contextlib.contextmanager
     def attached(self, model: Any, state: Any) -> Iterator[None]:
-        parts = _parts(model)
-        private.attach_state(model, dict(zip(parts, state, strict=True)))
         try:
+            private.attach_state(model, _by_part(state))
             yield
         finally:
             # `fit` had detached the variables, and goes on with the state.
-            private.detach_state(model, parts)
+            private.detach_state(model, _PARTS)
 
     def other_workers(self, model: Any) -> str:
         processes = jax.process_count()
@@ -57,11 +87,16 @@ def _are_together(count: int) -> bool:
     return count > 1 and private.PartialBatches is not None
 
 
-def _parts(model: Any) -> dict[str, list[Any]]:
-    """The variables whose values `fit` passes around, in its order."""
-    return {
-        "trainable_variables": model.trainable_variables,
-        "non_trainable_variables": model.non_trainable_variables,
-        "optimizer_variables": model.optimizer.variables,
-        "metrics_variables": model.metrics_variables,
-    }
+def _by_part(state: Any) -> dict[str, Any]:
+    """The state that `fit` passes around, by the names that Keras has for its parts."""
+    return dict(zip(_PARTS, state, strict=True))
+
+
+def _parts(model: Any) -> tuple[list[Any], ...]:
+    """The variables whose values make up the state."""
+    return (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )

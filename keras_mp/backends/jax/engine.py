@@ -1,6 +1,7 @@
 """What keras_mp asks of JAX: its parts, the train step of `fit`, and the repairs."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import interrupts
 from keras_mp.backends.interface import Engine, Wrapper
 from keras_mp.backends.jax import (
     activations,
@@ -50,6 +52,22 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         return args[0][2]
+
+    def make_train_function(
+        self, model: Any, original: Callable, force: bool, wrap: Wrapper
+    ) -> None:
+        def traced(step: Callable) -> Callable:
+            wrapped = wrap(step)
+
+            @functools.wraps(wrapped)
+            def train_step(*args: Any) -> Any:
+                # Until it is compiled, a step takes nothing.
+                with interrupts.let_through():
+                    return wrapped(*args)
+
+            return train_step
+
+        super().make_train_function(model, original, force, traced)
 
     def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(state: Any, data: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 import keras_mp.keras_private as private
+from keras_mp import interrupts
 from keras_mp.backends.interface import Engine, Wrapper
 from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.step import Update
@@ -45,6 +46,27 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
         with tf.init_scope(), contextlib.nullcontext() if known else strategy.scope():
             yield
 
+    def make_train_function(
+        self, model: Any, original: Callable, force: bool, wrap: Wrapper
+    ) -> None:
+        def traced(step: Callable) -> Callable:
+            wrapped = wrap(step)
+
+            @functools.wraps(wrapped)
+            def train_step(*args: Any) -> Any:
+                try:
+                    return wrapped(*args)
+                except BaseException:
+                    # A tf.function creates variables in its first trace alone: after
+                    # one that has failed, `fit` needs another function.
+                    if not tf.executing_eagerly():
+                        model.train_function = None
+                    raise
+
+            return train_step
+
+        super().make_train_function(model, original, force, traced)
+
     def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
         def undoing(data: Any) -> Any:
             changing = model.non_trainable_variables + model.metrics_variables
@@ -54,14 +76,22 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
             own = [v.value for v in scaling.variables]
             blameless = scaling.after_broken_step([tf.identity(v) for v in own])
             skips = tf.identity(scaling.skipped_steps.value)
-            logs = step(data)
-            skipped = scaling.skipped_steps.value > skips
+            put_back = functools.partial(_put_back, variables.values())
+            scaling.begin_step()
+            try:
+                logs = step(data)
+                skipped = scaling.skipped_steps.value > skips
+                self.update_if(skipped, Update(put_back, lambda: changing), before)
+            except BaseException:
+                # Half of a step: it has not been taken.
+                if tf.executing_eagerly() and not scaling.applied:
+                    with interrupts.held():
+                        put_back(before)
+                raise
             # Each replica knows only the loss of its own share of the batch.
             broken = skipped & replicas.on_any_replica(~loss_is_finite(logs))
             for variable, value in zip(own, blameless, strict=True):
                 variable.assign(tf.where(broken, value, variable))
-            put_back = functools.partial(_put_back, variables.values())
-            self.update_if(skipped, Update(put_back, lambda: changing), before)
 
             def reset_new() -> None:
                 # Keras on TensorFlow creates metrics' variables in the first step.

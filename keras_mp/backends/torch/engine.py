@@ -10,6 +10,7 @@ import torch
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import interrupts
 from keras_mp.backends.interface import Engine, Wrapper
 from keras_mp.backends.torch import (
     cross_entropy,
@@ -82,26 +83,35 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
             frozen = _frozen_weights(model)
             changing = model.non_trainable_variables + model.metrics_variables
             before = _with_values([v for v in changing if id(v) not in frozen])
-            # `apply` sets it if it skips; reading the counter waits for the device.
-            scaling.before_skip = None
-            with _noting_writes(frozen.values(), before):
-                logs = step(data)
-            skipped = scaling.before_skip is not None
-            if skipped:
-                undo(logs, before.values())
+            scaling.begin_step()
+            try:
+                with _noting_writes(frozen.values(), before):
+                    logs = step(data)
+                # Reading the counter would wait for the device.
+                skipped = scaling.before_skip is not None
+                if skipped:
+                    undo_loss(logs)
+                    put_back(before.values())
+            except BaseException:
+                if not scaling.applied:  # Half of a step: it has not been taken.
+                    put_back(before.values())
+                raise
             metrics = [v.value for v in model.metrics_variables]
             measured = skipped and any_measured(metrics)
             return logs_of_step(model, logs, scaling, skipped, measured)
 
-        def undo(logs: Any, before: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        def undo_loss(logs: Any) -> None:
             # All processes skipped, so all are here, and they agree about their losses.
             broken = (~loss_is_finite(logs)).to(torch.int8)
             if highest_of_all_processes(broken):
                 blameless = scaling.after_broken_step(scaling.before_skip)
                 for variable, value in zip(scaling.variables, blameless, strict=True):
                     variable.assign(value)
-            for variable, value in before:
-                variable.assign(value)
+
+        def put_back(before: Iterable[tuple[Any, torch.Tensor]]) -> None:
+            with interrupts.held():
+                for variable, value in before:
+                    variable.assign(value)
 
         return undoing
 
