@@ -29,7 +29,7 @@ def make_train_function(model: Any, original: Callable, force: bool) -> None:
     next_calls.pop(model, None)  # Left by a `fit` that an exception has ended.
     scaling = loss_scaling_of(model.optimizer)
     if scaling is not None:
-        scaling.counts = None  # Others may have taken steps since.
+        scaling.batches = None  # Others may have taken steps since.
     before = model.train_function
     wrap = functools.partial(_train_step, model)
     engine.make_train_function(model, original, force, wrap)

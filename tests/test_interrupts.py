@@ -63,7 +63,7 @@ def in_a_call(monkeypatch, fit):
 
 
 def in_a_wait(monkeypatch, fit):
-    monkeypatch.setattr(retaking, "_counts_after", interrupt)
+    monkeypatch.setattr(retaking, "_outcome", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fit()
 

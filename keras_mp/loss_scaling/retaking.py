@@ -12,6 +12,7 @@ its 60th step); retrying inside the program (twice the operations); growing only
 there is headroom (half of the later skips, but other scales than Keras').
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.loss_scaling.state import Counts
 
 
 def call(model: Any, train_function: Callable, *args: Any) -> Any:
@@ -40,31 +40,36 @@ def _may_retake(model: Any, values: Sequence[Any] | None) -> bool:
         # On TensorFlow the first step may build layers that need loss scaling.
         return not model.built
     if scaling.retakes and scaling.retake_steps is not None:
-        applied = _counts(model.optimizer, values).applied
-        scaling.retakes = applied < scaling.retake_steps
+        if scaling.batches is None:
+            applied = private.applied_steps(model.optimizer.inner_optimizer)
+            scaling.batches = int(_values(model.optimizer, [applied], values)[0])
+        scaling.retakes = scaling.batches < scaling.retake_steps
     return scaling.retakes and scaling.one_update
 
 
 def _until_applied(model: Any, state: Any, once: Callable) -> tuple[Any, Any]:
     """Takes one step with one batch, see `Engine.run_by_batch`."""
-    before = _counts(model.optimizer, _of(state))
+    before = _skips(model.optimizer, state)
     generators = engine.generator_states()
     first, state = once(state)
     optimizer = model.optimizer  # The first step may have wrapped it.
-    after = _counts_after(before, optimizer, _of(state))
     scaling = loss_scaling_of(optimizer)
-    if not _scale_was_too_high(before, after) or not scaling.one_update:
+    if scaling is None:
+        return first, state
+    if scaling.batches is not None:
+        scaling.batches += 1
+    outcome = _outcome(optimizer, before, state)
+    if outcome is not Outcome.SKIPPED or not scaling.one_update:
         return first, state
     own = [*scaling.variables, scaling.nonfinite_counts]
     after_one_skip = _values(optimizer, own, _of(state))
-    counts_after_one_skip = after
-    while _scale_was_too_high(before, after):
+    while outcome is Outcome.SKIPPED:
+        before = _skips(optimizer, state)
         engine.set_generator_states(generators)
         result, state = once(state)
-        before, after = after, _counts_after(after, optimizer, _of(state))
-    if after.skipped == before.skipped:
+        outcome = _outcome(optimizer, before, state)
+    if outcome is Outcome.APPLIED:
         return result, state
-    scaling.counts = counts_after_one_skip
     if state is None:
         for variable, value in zip(own, after_one_skip, strict=True):
             variable.assign(value)
@@ -75,38 +80,36 @@ def _until_applied(model: Any, state: Any, once: Callable) -> tuple[Any, Any]:
     return (first[0], state), state
 
 
-def _scale_was_too_high(before: Counts, after: Counts) -> bool:
-    """Was a step skipped for a reason that a lower scale can remove?"""
-    return after.skipped > before.skipped and after.broken == before.broken
+class Outcome(enum.Enum):
+    """What became of a step."""
+
+    APPLIED = "applied"
+    SKIPPED = "skipped, and a lower scale can help"
+    BROKEN = "skipped, and no scale can help"
 
 
-def _counts(optimizer: Any, values: Sequence[Any] | None) -> Counts:
-    """What Python knows about the steps so far, or else what the device says."""
+def _outcome(optimizer: Any, before: Sequence[Any], state: Any) -> Outcome:
+    """Compares the counters after a step with those just before it.
+
+    Others may have taken steps since the last one: a callback, for instance. Reads one
+    number if the step was applied, and none if Python knows that it was.
+    """
+    scaling: Any = loss_scaling_of(optimizer)
+    if not engine.may_have_skipped(scaling):
+        return Outcome.APPLIED
+    skipped, broken = _skips(optimizer, state)
+    if int(skipped) == int(before[0]):
+        return Outcome.APPLIED
+    broken = int(broken) > int(before[1])
+    return Outcome.BROKEN if broken else Outcome.SKIPPED
+
+
+def _skips(optimizer: Any, state: Any) -> Sequence[Any]:
+    """How many steps were skipped, and how many of these were broken, so far."""
     scaling = loss_scaling_of(optimizer)
     if scaling is None:
-        return Counts(0, 0, 0)
-    if scaling.counts is None:
-        applied = private.applied_steps(optimizer.inner_optimizer)
-        counters = [applied, scaling.skipped_steps, scaling.broken_steps]
-        scaling.counts = Counts(*map(int, _values(optimizer, counters, values)))
-    return scaling.counts
-
-
-def _counts_after(
-    before: Counts, optimizer: Any, values: Sequence[Any] | None
-) -> Counts:
-    """The counts after one more step; reads one number if the step was applied."""
-    scaling = loss_scaling_of(optimizer)
-    if scaling is None:
-        return before
-    after = before._replace(applied=before.applied + 1)
-    if engine.may_have_skipped(scaling):
-        (skipped,) = _values(optimizer, [scaling.skipped_steps], values)
-        if int(skipped) > before.skipped:
-            (broken,) = _values(optimizer, [scaling.broken_steps], values)
-            after = before._replace(skipped=int(skipped), broken=int(broken))
-    scaling.counts = after
-    return after
+        return 0, 0
+    return _values(optimizer, [scaling.skipped_steps, scaling.broken_steps], _of(state))
 
 
 def _of(state: Any) -> Any:

@@ -6,7 +6,7 @@ gradients that were not finite, and the watches, which live in Python.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,14 +17,6 @@ from keras_mp.loss_scaling.schedule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.skip_watch import SkipWatch
 from keras_mp.loss_scaling.stage import GradientStage
 from keras_mp.loss_scaling.underflow import UnderflowWatch
-
-
-class Counts(NamedTuple):
-    """How many steps were applied, skipped, and skipped though no scale could help."""
-
-    applied: int
-    skipped: int
-    broken: int
 
 
 class LossScaling:
@@ -48,7 +40,8 @@ class LossScaling:
         retakes: whether `fit` may still be among its first `retake_steps`.
         one_update: whether the last train step that Python saw makes this optimizer's
             update and has no other known effect, so that it may be repeated.
-        counts: what Python knows about the steps so far; None if it has to ask.
+        batches: how many batches were taken so far, as far as `retake_steps` counts
+            them; None if Python has to ask.
     """
 
     def __init__(
@@ -68,7 +61,7 @@ class LossScaling:
         self.retake_steps = retake_steps
         self.retakes = retake_steps != 0
         self.one_update = True
-        self.counts: Counts | None = None
+        self.batches: int | None = None
         self._add_variable = add_variable
         # Created here, not in `build`: a compiled function that reads the scale before
         # the optimizer is built would otherwise keep its first value for ever. Order
@@ -114,7 +107,7 @@ class LossScaling:
         """
         skipped, broken = self.skipped_steps.value, self.broken_steps.value
         self.skips.resume(int(ops.copy(skipped)), int(ops.copy(broken)))
-        self.retakes, self.counts = self.retake_steps != 0, None
+        self.retakes, self.batches = self.retake_steps != 0, None
 
     def after_broken_step(self, values: Sequence[Any]) -> LossScaleState:
         """The state that follows these values if the loss of a step was not finite."""
