@@ -90,9 +90,10 @@ def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]
         The policy object in force within the block.
     """
     before, outer = private.policy_of_thread(), getattr(_thread, "in_scope", False)
-    private.set_policy_of_thread(Policy(policy))
-    _thread.in_scope = True
+    chosen = Policy(policy)
     try:
+        private.set_policy_of_thread(chosen)
+        _thread.in_scope = True
         yield global_policy()
     finally:
         _thread.in_scope = outer

@@ -290,8 +290,8 @@ _thread = threading.local()
 def _in_a_call() -> Iterator[None]:
     """Marks a call that Keras has no context for: while it builds, and stateless."""
     before = getattr(_thread, "in_a_call", False)
-    _thread.in_a_call = True
     try:
+        _thread.in_a_call = True
         yield
     finally:
         _thread.in_a_call = before

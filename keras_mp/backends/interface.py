@@ -78,11 +78,12 @@ class Engine(Step, Batches, Measures, Shards):
         """
         attributes = vars(model)
         before = {k: v for k, v in attributes.items() if k == "train_step"}
-        attributes["train_step"] = wrap(model.train_step)
+        wrapped = wrap(model.train_step)
         try:
+            attributes["train_step"] = wrapped
             original(model, force)
         finally:
-            del attributes["train_step"]
+            attributes.pop("train_step", None)
             attributes.update(before)
 
     def build(self, model: Any, data: Any) -> None:

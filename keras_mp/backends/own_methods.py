@@ -14,8 +14,8 @@ def own_methods(methods: Iterable[tuple[Any, dict[str, Callable]]]) -> Iterator[
         for optimizer, new in methods:
             own = vars(optimizer)
             for name, method in new.items():
+                undone.callback(own.pop, name, None)
                 own[name] = method
-                undone.callback(own.pop, name)
         yield
 
 

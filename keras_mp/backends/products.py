@@ -94,8 +94,8 @@ _thread = threading.local()
 def half_operands(operands: HalfOperands) -> Iterator[None]:
     """Gives such operands to the products of this thread."""
     before = getattr(_thread, "operands", None)
-    _thread.operands = operands
     try:
+        _thread.operands = operands
         yield
     finally:
         _thread.operands = before

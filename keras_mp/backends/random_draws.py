@@ -21,10 +21,10 @@ def same_draws_in_every_dtype() -> Iterator[None]:
     """
     module = private.backend_random
     before = {name: getattr(module, name) for name in (*_BY_SHAPE, "dropout")}
-    for name in _BY_SHAPE:
-        setattr(module, name, _by_shape(before[name]))
-    module.dropout = _dropout(before["dropout"])
     try:
+        for name in _BY_SHAPE:
+            setattr(module, name, _by_shape(before[name]))
+        module.dropout = _dropout(before["dropout"])
         yield
     finally:
         for name, original in before.items():

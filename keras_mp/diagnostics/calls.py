@@ -21,8 +21,8 @@ def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return make(self, functools.partial(original, self), args, kwargs)
 
-    keras.Operation.__call__ = __call__
     try:
+        keras.Operation.__call__ = __call__
         yield
     finally:
         keras.Operation.__call__ = original

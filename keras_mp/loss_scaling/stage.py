@@ -34,8 +34,8 @@ def train_step() -> Iterator[list[Any]]:
         The optimizers that update, once for each time.
     """
     before = getattr(_thread, "seen", None), getattr(_thread, "updates", None)
-    _thread.seen, _thread.updates = set(), []
     try:
+        _thread.seen, _thread.updates = set(), []
         yield _thread.updates
     finally:
         _thread.seen, _thread.updates = before
@@ -47,8 +47,8 @@ def update_by(optimizer: Any) -> Iterator[None]:
     updates = getattr(_thread, "updates", None)
     if updates is not None:
         updates.append(optimizer)
-    _thread.updates = None
     try:
+        _thread.updates = None
         yield
     finally:
         _thread.updates = updates

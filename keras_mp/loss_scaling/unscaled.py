@@ -77,8 +77,9 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
     """Postpones looks to the end: a model's first step may show what must be scaled."""
-    before, _thread.waiting = getattr(_thread, "waiting", None), []
+    before = getattr(_thread, "waiting", None)
     try:
+        _thread.waiting = []
         yield
     finally:
         waiting, _thread.waiting = _thread.waiting, before

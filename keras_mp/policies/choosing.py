@@ -122,8 +122,8 @@ def first_call(layer: Any) -> Iterator[None]:
     before = keras.config.dtype_policy()
     chooser = decision.chooser or chooser_of(decision.policy)
     policy = decision.policy if decision.includes_children else chooser
-    private.set_policy_of_thread(policy or before)
     try:
+        private.set_policy_of_thread(policy or before)
         yield
     finally:
         private.set_policy_of_thread(before)

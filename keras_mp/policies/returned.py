@@ -30,11 +30,11 @@ def noted(layer: Any, first_of_all: bool) -> Iterator[Callable[[Any], None]]:
     """
     thread = threading.get_ident()
     if first_of_all and not is_graph(layer):
-        watched[thread] = []
         try:
+            watched[thread] = []
             yield functools.partial(_note_outputs, layer, watched[thread])
         finally:
-            del watched[thread]
+            watched.pop(thread, None)
     elif thread in watched and not isinstance(layer, keras.Model):
         yield functools.partial(_note, layer, watched[thread])
     else:

@@ -72,9 +72,9 @@ def _stock_policies(model: Any) -> Iterator[None]:
     # A task of KerasHub holds a backbone, and stores the policy of both.
     models = [m for m in private.layers_in(model) if isinstance(m, private.Functional)]
     before = [(m, m.dtype_policy) for m in models if chooser_of(policy_of(m))]
-    for each, _ in before:
-        private.set_policy(each, policy)
     try:
+        for each, _ in before:
+            private.set_policy(each, policy)
         yield
     finally:
         for each, own in before:

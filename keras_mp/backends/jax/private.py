@@ -27,11 +27,12 @@ def cudnn_assumed() -> Iterator[None]:
     check = getattr(_cudnn, _CHECK)
     if not getattr(check, "_keras_mp", False):
         setattr(_cudnn, _CHECK, _lenient(check))
-    token = _assumed.set(True)
+    before = _assumed.get()
     try:
+        _assumed.set(True)
         yield
     finally:
-        _assumed.reset(token)
+        _assumed.set(before)
 
 
 def are_of_one_trace(a: Any, b: Any) -> bool:

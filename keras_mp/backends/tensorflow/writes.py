@@ -24,8 +24,8 @@ def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[No
         for variable in native.values():
             # Replaces the methods of the class, only for these variables.
             for name, method in _methods(variable, predicate).items():
+                undone.callback(vars(variable).pop, name, None)
                 setattr(variable, name, method)
-                undone.callback(delattr, variable, name)
         yield
 
 

@@ -1,8 +1,7 @@
 """What keras_mp asks of torch: its parts, the train step of `fit`, and the repairs."""
 
 import collections
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -80,12 +79,17 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
         # Frozen weights, which may be nearly all weights, are copied only if the step
         # assigns to them: what torch itself writes into one is not put back.
         def undoing(data: Any) -> Any:
-            frozen = _frozen_weights(model)
+            frozen = {id(v) for v in _frozen_weights(model)}
             changing = model.non_trainable_variables + model.metrics_variables
             before = _with_values([v for v in changing if id(v) not in frozen])
+
+            def note(variable: Any) -> None:
+                if id(variable) in frozen and id(variable) not in before:
+                    before.update(_with_values([variable]))
+
             scaling.begin_step()
             try:
-                with _noting_writes(frozen.values(), before):
+                with writes.noted_by(note):
                     logs = step(data)
                 # Reading the counter would wait for the device.
                 skipped = scaling.before_skip is not None
@@ -132,39 +136,11 @@ def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]
     return {id(v): (v, copy) for group in alike.values() for v, _, copy in group}
 
 
-def _frozen_weights(model: Any) -> dict[int, Any]:
-    """Weights that `trainable = False` on a layer keeps as they are, by their id."""
+def _frozen_weights(model: Any) -> list[Any]:
+    """Weights that `trainable = False` on a layer keeps as they are."""
     layers = private.layers_in(model)
     weights = (v for layer in layers for v in private.own_trainable(layer))
-    return {id(v): v for v in weights if not v.trainable}
-
-
-@contextlib.contextmanager
-def _noting_writes(
-    variables: Iterable[Any], before: dict[int, tuple[Any, torch.Tensor]]
-) -> Iterator[None]:
-    """Adds variables and their values to `before`, by id, if they are assigned to."""
-
-    def noting(variable: Any) -> Callable[[Any], None]:
-        write = getattr(variable, private.WRITE)
-
-        def assign(value: Any) -> None:
-            if id(variable) not in before:
-                before.update(_with_values([variable]))
-            write(value)
-
-        return assign
-
-    with contextlib.ExitStack() as undone:
-        for variable in variables:
-            # Replaces the method of the class, only for this variable. A step within a
-            # step finds the method of the outer step.
-            outer = vars(variable).get(private.WRITE)
-            put_back = (setattr, variable, private.WRITE, outer)
-            remove = (delattr, variable, private.WRITE)
-            undone.callback(*(put_back if outer else remove))
-            setattr(variable, private.WRITE, noting(variable))
-        yield
+    return [v for v in weights if not v.trainable]
 
 
 engine = TorchEngine()
