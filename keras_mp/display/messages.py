@@ -21,12 +21,18 @@ _BETWEEN = {
 def show_message(text: str) -> None:
     """Prints a text where Keras prints its progress, or logs it as an INFO.
 
-    `keras.config.disable_interactive_logging` turns printing off.
+    `keras.config.disable_interactive_logging` turns printing off. A text that cannot be
+    printed, because the disk of a log is full, becomes a warning: the training goes on.
     """
     if keras.config.is_interactive_logging_enabled():
         encoding = sys.stdout.encoding or "utf-8"
-        # A layer's name may have characters that the terminal lacks.
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        try:
+            # A layer's name may have characters that the terminal lacks.
+            print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        except OSError as error:
+            warn(
+                f"Could not be printed: {type(error).__name__}: {error}. {text.strip()}"
+            )
     else:
         logging.getLogger("keras_mp").info(text.strip())
 

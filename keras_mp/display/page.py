@@ -6,10 +6,10 @@ its theme may differ from the browser's.
 
 import html
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_mp.display import file
 from keras_mp.errors import MissingPackageError
 
 _CELL = (
@@ -71,11 +71,11 @@ def _drawn(plot: Callable[[], Any]) -> str:
 
 def write(path: str | os.PathLike[str], title: str, shown: str) -> None:
     """Writes a cell as one file, which loads nothing from elsewhere."""
-    pathlib.Path(path).write_text(
+    page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         # Without it, phones shrink a page that is 980 pixels wide.
         '<meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(title)}</title><style>{_PAGE}</style></head>"
-        f"<body>{shown}</body></html>",
-        encoding="utf-8",
+        f"<body>{shown}</body></html>"
     )
+    file.write(path, page.encode())

@@ -1,5 +1,6 @@
 """The file of a model, or of its weights alone if no file can hold the model."""
 
+import io
 import pathlib
 import warnings
 import zipfile
@@ -20,25 +21,51 @@ REMEDY = (
 )
 
 
+class _InMemory(io.BytesIO):
+    """A file in memory, which Keras takes for one with this name.
+
+    HDF5 that writes to a full disk ends the process by SIGSEGV: it writes to memory,
+    and Python, which raises an OSError, to the disk. Keras' writers take a BytesIO, but
+    ask for the ending of its name.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+
 def save(model: Any, folder: pathlib.Path) -> str:
     """Saves a model with its optimizer; returns the name of the file, in `folder`.
 
     A model without a `get_config` cannot be saved, and one with a lambda, in a layer or
-    as its loss, cannot be opened: for these only the weights are saved.
+    as its loss, cannot be opened: for these only the weights are saved. Raises an
+    OSError if the file cannot be written.
     """
-    file = folder / MODEL
+    name, content = MODEL, _model_in_memory(model)
+    if content is None:
+        name, content = WEIGHTS, _InMemory(WEIGHTS)
+        keras.saving.save_weights(model, content)
+    (folder / name).write_bytes(content.getbuffer())
+    return name
+
+
+def _model_in_memory(model: Any) -> io.BytesIO | None:
+    """The file of a model, or None if no file can hold it."""
+    content = _InMemory(MODEL)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*serialized includes a `lambda`")
-            model.save(file)
-        with zipfile.ZipFile(file) as archive:
-            if b'"__lambda__"' not in archive.read("config.json"):
-                return MODEL
+            keras.saving.save_model(model, content)
+        with zipfile.ZipFile(content) as archive:
+            opens = b'"__lambda__"' not in archive.read("config.json")
+    except OSError:  # Keras writes vocabularies to the folder for temporary files.
+        raise
     except Exception:  # A `get_config` of the user's may raise anything.
-        pass  # On a full disk, `save_weights` raises too.
-    file.unlink(missing_ok=True)
-    model.save_weights(folder / WEIGHTS)
-    return WEIGHTS
+        return None
+    return content if opens else None
 
 
 def load(

@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.ticker import MaxNLocator
 
+from keras_mp.display import file
+
 # A legend has no background of its own, so it follows the page.
 _STYLE: list[Any] = ["default", {"legend.framealpha": 0.0}]
 _BLACK, _PAGES = "#000000", "currentColor"
@@ -134,7 +136,9 @@ def _draw_bars(
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes `figure` to `path` as a PNG, even if the name ends in something else."""
-    figure.savefig(path, format="png")
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    file.write(path, out.getvalue())
 
 
 def svgs_and_caption(figure: Figure) -> tuple[list[str], str]:
