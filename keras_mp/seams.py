@@ -21,6 +21,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Optimizer.apply              warns if float16 layers lack loss scaling, or if
                                  bfloat16 weights lose the updates
     Optimizer.add_variable_from_reference  slots are sharded as their weight is
+    Optimizer.load_own_variables  a file that another wrapper wrote resumes
     Orthogonal.__call__          computes in float32 what half precision cannot
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
@@ -64,7 +65,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.config import note_global_policy, restore_global_policy
 from keras_mp.display.messages import warnings_at_the_user
-from keras_mp.loss_scaling import stage, unscaled
+from keras_mp.loss_scaling import resuming, stage, unscaled
 from keras_mp.loss_scaling.models import losses_in_float32, wrap_optimizers
 from keras_mp.policies import (
     exporting,
@@ -145,6 +146,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("save_weights", keras.Model, _save),
         ("apply", keras.optimizers.Optimizer, _apply),
         ("add_variable_from_reference", keras.optimizers.Optimizer, _add_slot),
+        ("load_own_variables", keras.optimizers.Optimizer, _load_optimizer),
         ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
         ("__call__", keras.initializers.Orthogonal, _orthogonal),
     ]
@@ -427,6 +429,13 @@ def _add_slot(original: Callable) -> Callable:
         return slot
 
     return add_variable_from_reference
+
+
+def _load_optimizer(original: Callable) -> Callable:
+    def load_own_variables(self: Any, store: Any) -> None:
+        resuming.load(self, store, functools.partial(original, self))
+
+    return load_own_variables
 
 
 def _apply(original: Callable) -> Callable:

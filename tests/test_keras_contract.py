@@ -270,6 +270,22 @@ def test_the_scalers_own_variables_come_first_and_in_this_order():
     assert [id(v) for v in scaler.variables[4:]] == [id(v) for v in inner]
 
 
+def test_an_optimizer_starts_with_its_iterations_an_integer():
+    adam = optimizers.Adam()
+    assert [variable.name for variable in adam.variables[:1]] == ["iteration"]
+    assert keras.backend.is_int_dtype(adam.variables[0].dtype)
+
+
+def test_an_optimizer_loads_by_number_from_as_many_entries_as_it_has_variables():
+    load = keras_own(keras.optimizers.Optimizer.load_own_variables)
+    sgd = optimizers.SGD()
+    load(sgd, {"0": np.int32(3), "1": np.float32(0.5)})
+    assert int(sgd.iterations) == 3
+    with pytest.warns(UserWarning, match="has 2 variables whereas .* has 3 variables"):
+        load(sgd, {"0": np.int32(5), "1": np.float32(0.5), "2": np.float32(0.5)})
+    assert int(sgd.iterations) == 3
+
+
 def test_the_scaler_has_two_variables_before_it_is_built():
     """The scale and its counter are made by build."""
     scaler = optimizers.LossScaleOptimizer(optimizers.SGD())

@@ -30,10 +30,10 @@ import keras
 import numpy as np
 
 from keras_mp.display.messages import warn
+from keras_mp.loss_scaling.resuming import ENTRIES, entries_for, warn_of_another
 from keras_mp.loss_scaling.state import LossScaling
 
 _NAMES = ("skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts")
-_ENTRIES = "entries"
 
 
 def save(optimizer: Any, scaling: LossScaling, store: Any) -> None:
@@ -41,7 +41,7 @@ def save(optimizer: Any, scaling: LossScaling, store: Any) -> None:
     layout = _layout(optimizer, scaling)
     for key, variable in layout.items():
         store[key] = variable.numpy()
-    store[_ENTRIES] = np.array(len(layout))
+    store[ENTRIES] = np.array(len(layout))
 
 
 def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
@@ -56,26 +56,24 @@ def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
     """
     keys = set(store.keys())
     _check_keys(optimizer, store, keys)
-    if keys == {_ENTRIES} and not int(optimizer.iterations):
+    if keys == {ENTRIES} and not int(optimizer.iterations):
         return False  # Neither of them has been trained.
     inner = optimizer.inner_optimizer
     plain = _numbered(inner.variables)
-    if keys == set(plain):
+    unscaled = store if keys == set(plain) else None
+    if abs(len(keys) - len(plain)) == 1:  # With a seed more, or less.
+        unscaled = entries_for(inner, store)
+    if unscaled is not None:
         # The scale starts anew.
-        _values(optimizer, scaling, store, plain)
-        inner.load_own_variables(store)
+        _values(optimizer, scaling, unscaled, plain)
+        inner.load_own_variables(unscaled)
         return False
     layout = _layout(optimizer, scaling)
     expected, found = ({k for k in of if k.isdecimal()} for of in (layout, keys))
-    if found != expected or not keys - found <= {*_NAMES, _ENTRIES}:
+    if found != expected or not keys - found <= {*_NAMES, ENTRIES}:
         # Keras' words, but not its method, which counts our names as well, and loads by
         # number if the sums happen to agree.
-        warn(
-            f"Skipping variable loading for optimizer '{optimizer.name}', because it "
-            f"has {len(expected)} variables whereas the saved optimizer has "
-            f"{len(found)} variables. "
-            + ("" if optimizer.built else "It has not been built yet.")
-        )
+        warn_of_another(optimizer, len(expected), len(found))
         return True
     keys -= _counts_of_other_variables(optimizer, scaling, store, keys)
     present = {key: variable for key, variable in layout.items() if key in keys}
@@ -124,8 +122,8 @@ def _check_keys(optimizer: Any, store: Any, keys: set[str]) -> None:
     gap = {str(i) for i in range(len(numbers))} - numbers
     found = f"{len(numbers)} numbered entries without {', '.join(sorted(gap))}"
     _check(optimizer, not gap, "hold entries numbered from 0 without a gap", found)
-    if _ENTRIES in keys:
-        written, present = store[_ENTRIES], len(keys) - 1
+    if ENTRIES in keys:
+        written, present = store[ENTRIES], len(keys) - 1
         complete = np.array_equal(written, present)
         rule = f"hold the {written} entries that it was saved with"
         _check(optimizer, complete, rule, f"{present} entries")
@@ -136,7 +134,7 @@ def _values(
 ) -> dict[str, np.ndarray]:
     """The entries of a checkpoint, checked."""
     inner = {id(v) for v in optimizer.inner_optimizer.variables}
-    ours = not {_ENTRIES, *_NAMES}.isdisjoint(store.keys())
+    ours = not {ENTRIES, *_NAMES}.isdisjoint(store.keys())
     values = {}
     valid: Any
     for key, variable in layout.items():
