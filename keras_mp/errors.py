@@ -67,7 +67,8 @@ def needed(purpose: str, *modules: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in modules:
+        # Of an installed package a part is missing: the error itself says which.
+        if package not in modules or find_spec(package) is not None:
             raise
         raise missing_package(purpose, package) from None
 

@@ -29,7 +29,7 @@ def make_train_function(model: Any, original: Callable, force: bool) -> None:
     next_calls.pop(model, None)  # Left by a `fit` that an exception has ended.
     scaling = loss_scaling_of(model.optimizer)
     if scaling is not None:
-        scaling.batches = None  # Others may have taken steps since.
+        scaling.begin_fit()
     before = model.train_function
     wrap = functools.partial(_train_step, model)
     engine.make_train_function(model, original, force, wrap)
@@ -95,6 +95,7 @@ def _watch_skips(model: Any) -> None:
                 calls = 0  # After an error as well: `fit` may go on with better data.
                 model.optimizer.raise_if_diverged(engine.optimizer_values(args))
             calls += 1
+            scaling.steps_to_measure = True
         retakes = scaling is None or scaling.retakes
         once = retaking_it if retakes else train_function
         reference = next_calls.pop(model, None) if next_calls else None
@@ -120,9 +121,11 @@ def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
     Keras takes the logs of the last step, which are about that step.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    only_skips = (
-        loss_scaling_of(optimizer) is not None
-        and not optimizer.last_step_finite
-        and not any_measured(model.metrics_variables)
+    scaling = loss_scaling_of(optimizer)
+    if scaling is None or not scaling.steps_to_measure:
+        return results
+    scaling.steps_to_measure = False  # `evaluate` comes next, which takes no steps.
+    only_skips = not optimizer.last_step_finite and not any_measured(
+        model.metrics_variables
     )
     return {} if only_skips else results

@@ -1,5 +1,7 @@
 """What is not installed is named in one sentence, with the pip line."""
 
+import importlib
+
 import pytest
 from backends import BACKEND
 from workplace import python, refusal
@@ -53,6 +55,15 @@ def test_an_error_within_an_installed_package_is_left_as_it_is():
     done = without(["numpy.ma"], "    import keras_mp.display.plots")
     assert "ModuleNotFoundError: import of numpy.ma halted" in done.stderr
     assert "pip install" not in done.stderr
+
+
+def test_a_part_that_an_installed_backend_lacks_is_named():
+    """Not "The backend is not installed": that would lead nowhere."""
+    lacking = f"{BACKEND}.no_such_part"
+    with pytest.raises(ModuleNotFoundError, match=lacking) as raised:
+        with errors.needed("Keras", BACKEND):
+            importlib.import_module(lacking)
+    assert not isinstance(raised.value, errors.MissingPackageError)
 
 
 BACKENDS = ["jax", "tensorflow", "torch"]

@@ -98,6 +98,18 @@ def test_a_long_list_of_variables_is_cut():
         optimizer.apply(tensors([NAN] * 9), variables)
 
 
+def test_a_fit_within_an_except_block_is_told_as_well():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras_mp.LossScaleOptimizer("sgd", max_consecutive_skips=2)
+    model.compile(optimizer, "mse")
+    x, y = np.full((2, 2), np.nan), np.zeros((2, 1))  # Only the end of `fit` looks.
+    try:
+        raise OSError("no network")
+    except OSError:
+        with pytest.raises(keras_mp.TrainingDivergedError):
+            model.fit(x, y, batch_size=1, verbose=0)
+
+
 @pytest.mark.parametrize("compiled", [c for c in COMPILED if c])
 def test_a_compiled_loop_is_told_when_it_asks(compiled):
     optimizer, variables = make(max_consecutive_skips=2)

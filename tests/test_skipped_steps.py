@@ -348,3 +348,44 @@ def test_frozen_weights_are_not_copied_at_each_step(monkeypatch):
     with Copies():
         model.train_on_batch(X[:8], Y[:8])
     assert copied and tuple(teacher.kernel.shape) not in copied
+
+
+class Total(keras.metrics.Metric):
+    """A sum, which is 0 where nothing is wrong; it has no count."""
+
+    def __init__(self):
+        super().__init__(name="total")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(0.0 * y_pred))
+
+    def result(self):
+        return self.total.value
+
+
+def test_after_a_skipped_last_step_evaluate_reports_metrics_that_are_zero():
+    class Measured(keras.Sequential):
+        @property
+        def metrics(self):
+            return [self.total]
+
+        def test_step(self, *args):
+            if BACKEND != "jax":
+                x, y = args[0]
+                self.total.update_state(y, self(x))
+                return {"total": self.total.result()}
+            return {"total": args[0][2][0]}, args[0]
+
+    model = Measured([keras.Input((2,)), keras.layers.Dense(1)])
+    model.total = Total()
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    optimizer.scale_loss(1.0)
+    optimizer.apply([np.inf * keras.ops.ones(v.shape) for v in model.weights])
+    assert not optimizer.last_step_finite
+    optimizer._loss_scaling.steps_to_measure = False  # As after a `fit`.
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    assert model.evaluate(x, y, verbose=0, return_dict=True) == {"total": 0.0}
+    assert {k: float(v) for k, v in model.get_metrics_result().items()} == {"total": 0}

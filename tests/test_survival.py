@@ -526,3 +526,17 @@ def test_moments_that_are_not_finite_are_left_as_they_are():
     optimizer = built(LossScaleOptimizer("adam"))
     optimizer.load_own_variables(store)
     assert same_bits(values(optimizer.inner_optimizer.variables[2:3]), [store["6"]])
+
+
+def test_counts_at_the_end_of_their_range_go_on_and_stay_positive():
+    optimizer, variables = LossScaleOptimizer("sgd"), [keras.Variable(np.ones(2))]
+    optimizer.build(variables)
+    saved = {}
+    optimizer.save_own_variables(saved)
+    for key, value in saved.items():
+        if value.dtype.kind == "i" and key in ("0", "skipped_steps"):
+            saved[key] = np.full_like(value, 2**31 - 1)
+    optimizer.load_own_variables(saved)
+    optimizer.scale_loss(1.0)
+    optimizer.apply([np.inf * keras.ops.ones(2)], variables)
+    assert int(optimizer.skipped_steps) == 2**30 + 1

@@ -23,6 +23,7 @@ from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.diagnostics.breakpoint import model_file
 from keras_mp.display import messages
+from keras_mp.display.tables import Table
 
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
 NAN = np.full_like(X, np.nan)
@@ -347,3 +348,15 @@ def test_keras_warning_of_an_input_shape_names_the_line_of_the_user(make, given)
     assert str(warning.message).startswith("Do not pass an `input_shape`")
     assert warning.filename == __file__
     assert warning.lineno in lines_of(make.__init__ if make is Own else make)
+
+
+def test_a_terminal_obeys_no_name(capsys):
+    """A layer may be named by whoever wrote its file."""
+    name = "dense\x1b[2J\x07"
+    messages.show_message(f"layer {name}")
+    with pytest.warns(UserWarning) as caught:
+        messages.warn(f"layer {name}")
+    table = Table(["layer"], [[name]], title=name, notes=[name]).text()
+    for text in (capsys.readouterr().out, str(caught[0].message), table):
+        assert "\x1b" not in text and "\x07" not in text
+        assert r"dense\x1b[2J" in text  # Of a table, rich drops the bell.

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import sys
 import traceback
 import warnings
@@ -18,12 +19,22 @@ _BETWEEN = {
 }
 
 
+# All but line breaks and tabs: a layer may be named by whoever wrote its file.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """A text in which control characters are written out: a terminal obeys them."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def show_message(text: str) -> None:
     """Prints a text where Keras prints its progress, or logs it as an INFO.
 
     `keras.config.disable_interactive_logging` turns printing off. A text that cannot be
     printed, because the disk of a log is full, becomes a warning: the training goes on.
     """
+    text = visible(text)
     if keras.config.is_interactive_logging_enabled():
         encoding = sys.stdout.encoding or "utf-8"
         try:
@@ -47,7 +58,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     frame = _users_frame()
     module = frame.f_globals
     warnings.warn_explicit(
-        message,
+        visible(message),
         category,
         frame.f_code.co_filename,
         frame.f_lineno,

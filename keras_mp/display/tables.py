@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_mp.display.messages import visible
+
 _LONGEST = (32, 28, 24, 20, 16, 12)  # Lines of a name, until the table fits.
 _GAP = 2  # Between columns.
 
@@ -83,7 +85,8 @@ class Table:
             console.print(table)
             show([""] if self.notes else [])
         show(self.notes)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        lines = visible(out.getvalue()).split("\n")
+        return "\n".join(line.rstrip() for line in lines).rstrip("\n")
 
     def _fitting(self, width: int) -> tuple[list[list[str]], list[int]]:
         """The cells, long names in lines, and the widths of the columns."""

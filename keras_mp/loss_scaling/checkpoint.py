@@ -33,6 +33,8 @@ from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.resuming import ENTRIES, entries_for, warn_of_another
 from keras_mp.loss_scaling.state import LossScaling
 
+# Counts go on from here at most: beyond 2**31 - 1 they would turn negative.
+_MOST_COUNTED = 2**30
 _NAMES = ("skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts")
 
 
@@ -149,6 +151,8 @@ def _values(
         if counts or variable is optimizer.iterations:
             valid = value.dtype.kind in "iuf" and np.all((0 <= value) & (value < 2**31))
             _check(optimizer, valid, f"hold {what} counts of at least 0", value)
+            if variable is not optimizer.iterations:
+                value = np.minimum(value, _MOST_COUNTED)
         if variable is scaling.scale:
             valid = 0 < value < np.inf if ours else value >= 0
             positive = f"hold {what} a scale that is positive and finite"

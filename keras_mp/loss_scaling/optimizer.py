@@ -506,8 +506,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Ends a `fit` as Keras does, and looks at the last skips."""
-        if sys.exc_info()[0] is not None:
-            # An exception is under way, and on JAX the variables may have no values.
+        if id(sys.exception()) != self._loss_scaling.handled:
+            # An exception ends `fit`, and on JAX the variables may have no values.
             super().finalize_variable_values(var_list)
             return
         steps = private.applied_steps(self.inner_optimizer).value

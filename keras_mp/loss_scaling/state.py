@@ -5,6 +5,7 @@ gradients that were not finite, and the watches, which live in Python.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,9 @@ class LossScaling:
             update and has no other known effect, so that it may be repeated.
         batches: how many batches were taken so far, as far as `retake_steps` counts
             them; None if Python has to ask.
+        steps_to_measure: whether `fit` has taken steps since it last asked for results.
+        handled: the id of the exception in whose `except` block `fit` was called; that
+            of None if there is none.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class LossScaling:
         self.retakes = retake_steps != 0
         self.one_update = True
         self.batches: int | None = None
+        self.handled = id(None)
+        self.steps_to_measure = True
         self._add_variable = add_variable
         # Created here, not in `build`: a compiled function that reads the scale before
         # the optimizer is built would otherwise keep its first value for ever. Order
@@ -86,6 +92,10 @@ class LossScaling:
         """Creates the counts for this many variables."""
         counts = np.zeros((ROWS, number), "int32")
         self.nonfinite_counts = self._add_variable(counts, "nonfinite_counts")
+
+    def begin_fit(self) -> None:
+        """Forgets what others may have changed since the last `fit`."""
+        self.batches, self.handled = None, id(sys.exception())
 
     def begin_step(self) -> None:
         """Forgets what the last train step did."""
