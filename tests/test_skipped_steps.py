@@ -5,7 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, same_bits, scaling_model, values
+from backends import BACKEND, Chained, same_bits, scaling_model, values
 
 import keras_mp
 
@@ -389,3 +389,26 @@ def test_after_a_skipped_last_step_evaluate_reports_metrics_that_are_zero():
     x, y = np.ones((4, 2)), np.ones((4, 1))
     assert model.evaluate(x, y, verbose=0, return_dict=True) == {"total": 0.0}
     assert {k: float(v) for k, v in model.get_metrics_result().items()} == {"total": 0}
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="only torch has modules and generators")
+@pytest.mark.parametrize("retake_steps", [0, 100])
+def test_what_is_no_variable_of_keras_is_as_if_the_step_had_not_been(retake_steps):
+    import torch
+
+    def trained(*batches):
+        keras.utils.set_random_seed(0)
+        modules = torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+        wrapped = [keras.layers.TorchModuleWrapper(module) for module in modules]
+        model = Chained([*wrapped, keras.layers.Dense(1)])
+        model(X[:8])
+        optimizer = keras_mp.LossScaleOptimizer("sgd", 256.0, retake_steps=retake_steps)
+        model.compile(optimizer, "mse")
+        for batch in batches:
+            model.train_on_batch(batch, Y[:8])
+        states = [x.numpy() for x in model.state_dict().values()]
+        return [*states, torch.get_rng_state().numpy()]
+
+    broken = np.full((8, 4), np.inf, "float32")
+    found = trained(X[:8], broken, X[8:16])
+    assert same_bits(found, trained(X[:8], X[8:16]))

@@ -50,7 +50,6 @@ def _may_retake(model: Any, values: Sequence[Any] | None) -> bool:
 def _until_applied(model: Any, state: Any, once: Callable) -> tuple[Any, Any]:
     """Takes one step with one batch, see `Engine.run_by_batch`."""
     before = _skips(model.optimizer, state)
-    generators = engine.generator_states()
     first, state = once(state)
     optimizer = model.optimizer  # The first step may have wrapped it.
     scaling = loss_scaling_of(optimizer)
@@ -65,7 +64,6 @@ def _until_applied(model: Any, state: Any, once: Callable) -> tuple[Any, Any]:
     after_one_skip = _values(optimizer, own, _of(state))
     while outcome is Outcome.SKIPPED:
         before = _skips(optimizer, state)
-        engine.set_generator_states(generators)
         result, state = once(state)
         outcome = _outcome(optimizer, before, state)
     if outcome is Outcome.APPLIED:

@@ -17,8 +17,10 @@ from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.layers import layer_path
 from keras_mp.rounding.optimizer import parts_of
 
-# The layers that compute in float16, as they did when they were first called.
-_layers: weakref.WeakSet = weakref.WeakSet()
+# The layers that compute in float16, as they did when they were first called. A dict,
+# because `keyrefs` copies the keys at once, and a WeakSet that another thread adds to
+# while it is read raises an error.
+_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # Optimizer -> how many layers there were at the last look at it; None: leave it alone.
 _seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _thread = threading.local()
@@ -27,7 +29,7 @@ _thread = threading.local()
 def note_layer(layer: Any) -> None:
     """Notes a layer at its first call under a policy."""
     if layer.compute_dtype == "float16":
-        _layers.add(layer)
+        _layers[layer] = True
 
 
 def leave_alone(optimizer: Any) -> None:
@@ -53,7 +55,8 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
     if optimizer.loss_scale_factor is not None:
         return
     updated = {id(v) for v in variables or private.own_trainable(optimizer)}
-    inside = {id(x): x for layer in _layers for x in private.layers_in(layer)}
+    layers = [layer for ref in _layers.keyrefs() if (layer := ref()) is not None]
+    inside = {id(x): x for layer in layers for x in private.layers_in(layer)}
     paths = [
         layer_path(layer)
         for layer in inside.values()

@@ -51,11 +51,17 @@ def note_compiled(model: Any) -> None:
 
 def _follow(model: Any, changed: set[int]) -> None:
     """Lets other compiled models know that layers of theirs have changed."""
-    for other in [other for other in _hidden if other is not model]:
+    for other in _others(model):
         theirs = [x for x in private.layers_in(other) if id(x) in changed]
         if theirs:
             symbolic.refresh(other, theirs)
             symbolic.forget_traces(other)
+
+
+def _others(model: Any) -> list[Any]:
+    """The other compiled models. `keyrefs` copies at once: threads compile, too."""
+    found = [reference() for reference in _hidden.keyrefs()]
+    return [other for other in found if other is not None and other is not model]
 
 
 def keep_outputs_in_float32(model: Any) -> list[Any]:
@@ -70,7 +76,7 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     Returns:
         The layers that have changed.
     """
-    hidden = {i for other, ids in _hidden.items() if other is not model for i in ids}
+    hidden = {i for other in _others(model) for i in _hidden.get(other, ())}
     return [
         layer
         for layer in _output_layers(model)

@@ -71,7 +71,7 @@ def record_of(layer: Any) -> Record:
     """The record of a layer, created if there is none."""
     record = records.get(id(layer))
     if record is None:
-        record = records[id(layer)] = Record(layer)
+        record = records.setdefault(id(layer), Record(layer))  # Threads may both ask.
     return record
 
 

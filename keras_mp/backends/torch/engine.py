@@ -82,6 +82,16 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
             frozen = {id(v) for v in _frozen_weights(model)}
             changing = model.non_trainable_variables + model.metrics_variables
             before = _with_values([v for v in changing if id(v) not in frozen])
+            buffers = [(x, x.detach().clone()) for x in _buffers(model)]
+            generators = self.generator_states()
+
+            def put_back() -> None:
+                with interrupts.held(), torch.no_grad():
+                    for variable, value in before.values():
+                        variable.assign(value)
+                    for buffer, value in buffers:
+                        buffer.copy_(value)
+                    self.set_generator_states(generators)
 
             def note(variable: Any) -> None:
                 if id(variable) in frozen and id(variable) not in before:
@@ -95,10 +105,10 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
                 skipped = scaling.before_skip is not None
                 if skipped:
                     undo_loss(logs)
-                    put_back(before.values())
+                    put_back()
             except BaseException:
                 if not scaling.applied:  # Half of a step: it has not been taken.
-                    put_back(before.values())
+                    put_back()
                 raise
             metrics = [v.value for v in model.metrics_variables]
             measured = skipped and any_measured(metrics)
@@ -110,11 +120,6 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
             if highest_of_all_processes(broken):
                 blameless = scaling.after_broken_step(scaling.before_skip)
                 for variable, value in zip(scaling.variables, blameless, strict=True):
-                    variable.assign(value)
-
-        def put_back(before: Iterable[tuple[Any, torch.Tensor]]) -> None:
-            with interrupts.held():
-                for variable, value in before:
                     variable.assign(value)
 
         return undoing
@@ -141,6 +146,13 @@ def _frozen_weights(model: Any) -> list[Any]:
     layers = private.layers_in(model)
     weights = (v for layer in layers for v in private.own_trainable(layer))
     return [v for v in weights if not v.trainable]
+
+
+def _buffers(model: Any) -> list[torch.Tensor]:
+    """What modules of torch keep that is no weight, such as running means."""
+    layers = private.layers_in(model)
+    modules = [x for x in layers if isinstance(x, keras.layers.TorchModuleWrapper)]
+    return [buffer for layer in modules for buffer in layer.module.buffers()]
 
 
 engine = TorchEngine()
