@@ -82,7 +82,8 @@ def _watch_skips(model: Any) -> None:
     Looks only every few steps, because a look waits for the device, and before a step:
     after one, JAX has donated the state that `fit` goes back to.
     """
-    train_function = engine.keeping_state(model, model.train_function)
+    keras_own = model.train_function
+    train_function = engine.keeping_state(model, keras_own)
     retaking_it = functools.partial(retaking.call, model, train_function)
     calls = 0
 
@@ -102,7 +103,7 @@ def _watch_skips(model: Any) -> None:
         made_by = reference and reference()
         return made_by(once, args) if made_by else once(*args)
 
-    @functools.wraps(train_function)
+    @functools.wraps(keras_own)
     def watched(*args: Any) -> Any:
         engine.note_state(model, args[0])
         try:
