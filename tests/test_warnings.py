@@ -77,7 +77,7 @@ def nan_in_fit(folder, monkeypatch):
 
 
 @provokes(
-    "loss_scaling.checkpoint.load",
+    "loss_scaling.resuming.warn_of_another",
     "Skipping variable loading for optimizer 'loss_scale",
     "model.load_weights(",
 )
@@ -277,6 +277,7 @@ def test_every_warning_is_in_the_table_above():
     found = [*calls_of_warn()]
     inside = {(where, what) for where, what in found if "display.messages" in where}
     assert inside == {
+        ("display.messages.show_message", "warn"),  # See test_full_disk.py.
         ("display.messages.warn", "warnings.warn_explicit"),
         ("display.messages.warnings_at_the_user", "warn"),
     }
