@@ -55,8 +55,13 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
     if optimizer.loss_scale_factor is not None:
         return
     updated = {id(v) for v in variables or private.own_trainable(optimizer)}
-    layers = [layer for ref in _layers.keyrefs() if (layer := ref()) is not None]
-    inside = {id(x): x for layer in layers for x in private.layers_in(layer)}
+    layers = [reference() for reference in _layers.keyrefs()]
+    inside = {
+        id(x): x
+        for layer in layers
+        if layer is not None
+        for x in private.layers_in(layer)
+    }
     paths = [
         layer_path(layer)
         for layer in inside.values()
