@@ -3,6 +3,8 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
 import keras
 
@@ -15,7 +17,28 @@ from keras_mp.policies.policy import Policy
 # "auto" until a layer asks: looking for devices starts the backend, after which a
 # program can neither set up its devices nor join other processes.
 _of_process: keras.DTypePolicy | str | None = None
-_thread = threading.local()
+
+
+class _Scope:
+    """A policy and where it holds; each is its own, even if their policies are one."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+
+# The scopes that this task is in, the innermost last. A task starts with a copy of
+# those of the task that created it, a thread with none.
+_scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("keras_mp_scopes", default=())
+
+
+class _Thread(threading.local):
+    """Whose policy Keras holds for this thread: a scope's, or that outside of all."""
+
+    def __init__(self) -> None:
+        self.shown = self.outside = _Scope(None)
+
+
+_thread = _Thread()
 
 _warned_of_float16 = False
 
@@ -41,6 +64,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     ```
     """
     global _of_process, _warned_of_float16
+    show_scope()
     _of_process = policy if policy == "auto" else Policy(policy)
     if isinstance(policy, str) and policy == "float16" and not _warned_of_float16:
         _warned_of_float16 = True
@@ -50,12 +74,26 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
             "'mixed_float16'? For float16 weights, in a model that only predicts, "
             "`keras.DTypePolicy('float16')` gives no warning."
         )
-    private.set_policy_of_thread(None if policy == "auto" else _of_process)
+    _thread.shown.policy = None if policy == "auto" else _of_process
+    private.set_policy_of_thread(_thread.shown.policy)
+
+
+def show_scope() -> None:
+    """Gives Keras, which knows threads alone, the policy of the scope of this task."""
+    scopes = _scopes.get()
+    scope = scopes[-1] if scopes else _thread.outside
+    policy = private.policy_of_thread()
+    if scope is not _thread.shown:
+        _thread.shown.policy, _thread.shown = policy, scope
+        private.set_policy_of_thread(scope.policy)
+    elif scopes and policy is None:  # `clear_session` has forgotten it.
+        private.set_policy_of_thread(scope.policy)
 
 
 def restore_global_policy() -> None:
-    """Sets the policy of the process in a thread that has none, or has lost it."""
+    """Sets the policy of this task's scope, or of the process if Keras has none."""
     global _of_process
+    show_scope()
     if _of_process is not None and private.policy_of_thread() is None:
         _of_process = Policy(_of_process)
         private.set_policy_of_thread(_of_process)
@@ -68,7 +106,7 @@ def note_global_policy() -> None:
     `policy_scope` ends with it.
     """
     global _of_process
-    if _of_process is not None and not getattr(_thread, "in_scope", False):
+    if _of_process is not None and not _scopes.get():
         _of_process = private.policy_of_thread()
 
 
@@ -81,7 +119,9 @@ def global_policy() -> keras.DTypePolicy:
 def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]:
     """Sets the global policy within a `with` block, and restores the old one after it.
 
-    Only in this thread, as Keras does.
+    Only in this thread, as Keras does, and only in this asyncio task and those that it
+    creates. A generator that is suspended within the block leaves the policy in force
+    for its caller, as in a fixture of pytest or a `contextlib.contextmanager`.
 
     Args:
         policy: as in `set_global_policy`.
@@ -89,12 +129,12 @@ def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]
     Yields:
         The policy object in force within the block.
     """
-    before, outer = private.policy_of_thread(), getattr(_thread, "in_scope", False)
-    chosen = Policy(policy)
+    scope = _Scope(Policy(policy))
     try:
-        private.set_policy_of_thread(chosen)
-        _thread.in_scope = True
+        _scopes.set((*_scopes.get(), scope))
+        show_scope()
         yield global_policy()
     finally:
-        _thread.in_scope = outer
-        private.set_policy_of_thread(before)
+        # Not the last one if a generator was suspended within its own scope.
+        _scopes.set(tuple(other for other in _scopes.get() if other is not scope))
+        show_scope()

@@ -63,7 +63,7 @@ import keras_mp.keras_private as private
 from keras_mp import fitting
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
-from keras_mp.config import note_global_policy, restore_global_policy
+from keras_mp.config import note_global_policy, restore_global_policy, show_scope
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.loss_scaling import resuming, stage, unscaled
 from keras_mp.loss_scaling.models import losses_in_float32, wrap_optimizers
@@ -200,6 +200,7 @@ def _dtype_policy(original: Callable) -> Callable:
 
 def _set_dtype_policy(original: Callable) -> Callable:
     def set_dtype_policy(policy: Any) -> None:
+        show_scope()
         original(policy)
         note_global_policy()
 

@@ -1,5 +1,6 @@
 """Policies: what is in force, what stays in float32, and who has the last word."""
 
+import asyncio
 import concurrent.futures
 import functools
 
@@ -99,6 +100,133 @@ def test_what_a_scope_sets_holds_in_its_thread_alone(mixed_float16):
     with keras_mp.policy_scope("mixed_bfloat16"):
         here, elsewhere = name_in_force(), in_a_thread(name_in_force)
     assert (here, elsewhere) == ("mixed_bfloat16", "mixed_float16")
+
+
+async def in_turns(*tasks):
+    """Runs the tasks, each to its next `asyncio.sleep(0)` in turn."""
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("process", ["float32", "mixed_float16"])
+def test_what_a_scope_sets_holds_in_its_task_alone(process):
+    keras_mp.set_global_policy(process)
+
+    async def within(name, seen):
+        with keras_mp.policy_scope(name):
+            for _ in range(3):
+                seen.append((name_in_force(), layers.Dense(1).compute_dtype))
+                await asyncio.sleep(0)
+        seen.append(name_in_force())
+        return seen
+
+    async def without(seen):
+        for _ in range(5):
+            seen.append(name_in_force())
+            await asyncio.sleep(0)
+        return seen
+
+    half, brain, outside = asyncio.run(
+        in_turns(within("mixed_float16", []), within("mixed_bfloat16", []), without([]))
+    )
+    assert half == [("mixed_float16", "float16")] * 3 + [process]
+    assert brain == [("mixed_bfloat16", "bfloat16")] * 3 + [process]
+    assert outside == [process] * 5
+    assert name_in_force() == process
+
+
+def test_a_task_keeps_the_scope_it_was_created_in(mixed_float16):
+    async def later():
+        await asyncio.sleep(0)
+        return name_in_force()
+
+    async def main():
+        with keras_mp.policy_scope("mixed_bfloat16"):
+            task = asyncio.create_task(later())
+            in_thread = await asyncio.to_thread(name_in_force)
+        return name_in_force(), in_thread, await task
+
+    expected = "mixed_float16", "mixed_bfloat16", "mixed_bfloat16"
+    assert asyncio.run(main()) == expected
+    assert name_in_force() == "mixed_float16"
+
+
+def test_what_keras_setter_says_in_a_task_stays_out_of_the_scopes_of_others():
+    keras_mp.set_global_policy("float32")
+
+    async def scope(seen):
+        with keras_mp.policy_scope("mixed_bfloat16"):
+            for _ in range(3):
+                seen.append(name_in_force())
+                await asyncio.sleep(0)
+        return [*seen, name_in_force()]
+
+    async def setter():
+        keras.config.set_dtype_policy("mixed_float16")
+        await asyncio.sleep(0)
+        return name_in_force()
+
+    seen, set_to = asyncio.run(in_turns(scope([]), setter()))
+    assert seen == ["mixed_bfloat16"] * 3 + ["mixed_float16"]
+    assert set_to == name_in_force() == in_a_thread(name_in_force) == "mixed_float16"
+
+
+def test_scopes_of_generators_may_end_in_any_order(mixed_float16):
+    """What is suspended within its scope leaves it in force, and nothing after it."""
+
+    def suspended(name):
+        with keras_mp.policy_scope(name):
+            yield name_in_force()
+
+    first, second = suspended("float32"), suspended("mixed_bfloat16")
+    assert (next(first), next(second)) == ("float32", "mixed_bfloat16")
+    first.close()
+    assert name_in_force() == "mixed_bfloat16"
+    second.close()
+    assert name_in_force() == "mixed_float16"
+    with keras_mp.policy_scope("float32"):
+        third = suspended("mixed_bfloat16")
+        next(third)
+    third.close()
+    assert name_in_force() == "mixed_float16"
+
+
+def test_a_scope_that_ends_in_another_task_than_it_began_in_leaves_nothing(
+    mixed_float16,
+):
+    """As an asynchronous fixture does, set up and torn down in a task each."""
+
+    async def fixture():
+        with keras_mp.policy_scope("mixed_bfloat16"):
+            yield name_in_force()
+
+    async def main():
+        values = fixture()
+        inside = await asyncio.create_task(anext(values))
+        between = name_in_force()
+        await asyncio.create_task(values.aclose())
+        return inside, between, name_in_force()
+
+    assert asyncio.run(main()) == ("mixed_bfloat16", "mixed_float16", "mixed_float16")
+
+
+@pytest.mark.once
+def test_a_scope_holds_after_clear_session(mixed_float16):
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        keras.utils.clear_session()
+        assert name_in_force() == "mixed_bfloat16"
+        keras_mp.set_global_policy("auto")
+        assert name_in_force() == keras_mp.recommended_policy().name
+    assert name_in_force() == "mixed_float16"
+
+
+def test_a_scope_holds_while_keras_is_as_it_was():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        keras_mp.uninstall()
+        assert name_in_force() == "mixed_bfloat16"
+    assert name_in_force() == "float32"
+    with keras_mp.policy_scope("mixed_float16"):
+        assert name_in_force() == "mixed_float16"
+    assert name_in_force() == "float32"
 
 
 # `clear_session` collects garbage, which takes seconds in a process of many tests.
