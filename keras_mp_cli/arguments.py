@@ -122,9 +122,9 @@ def _run(commands: Any) -> None:
         "run an unmodified Keras training script under a policy",
         "Runs a Keras training script as `python SCRIPT ARGS` would, and sets the "
         "global policy as soon as the script has imported Keras. A policy that the "
-        "script sets itself wins, and so does a backend that it sets in os.environ. At "
-        "the end, prints one line for each optimizer on stderr: loss scale, steps, "
-        "skipped steps.",
+        "script sets itself wins, and so does a backend that it sets in os.environ. "
+        "The Python processes that it starts have the policy, too. At the end, prints "
+        "one line for each optimizer on stderr: loss scale, steps, skipped steps.",
     )
     # Where argparse writes it, ARGS are "...".
     command.usage = (

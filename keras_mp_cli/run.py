@@ -1,13 +1,15 @@
 """`keras-mp run`: a script under a policy, as `python SCRIPT ARGS` runs it."""
 
+import atexit
 import builtins
+import functools
 import importlib
 import importlib.machinery
 import io
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +19,12 @@ from keras_mp_cli.tracebacks import remove_our_frames
 
 # Keeps the counters of every optimizer, and has a line for each at the end.
 _SUMMARY = "keras_mp.loss_scaling.summary"
+
+# The processes that a script starts inherit both, and come to `go_on`.
+_POLICY = "KERAS_MP_RUN_POLICY"
+_STARTED = os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), "started_by_scripts"
+)
 
 
 class PolicyOnKerasImport:
@@ -42,10 +50,10 @@ class PolicyOnKerasImport:
         lacks_a_package: whether Keras could not be imported without some package.
     """
 
-    def __init__(self, policy: str, backend: str | None = None) -> None:
-        self.policy, self.backend = policy, backend
+    def __init__(self, policy: str, then: Callable[[], object]) -> None:
+        self.policy, self._then = policy, then
         self.done = False
-        self.outcome = "the script never imported keras, so no policy was set"
+        self.outcome = "the script itself never imported keras, so no policy was set"
         self.lacks_a_package = False
 
     def find_spec(
@@ -71,17 +79,7 @@ class PolicyOnKerasImport:
             importlib.import_module("keras_mp").set_global_policy(self.policy)
             self.done = True
             sys.meta_path.remove(self)
-            self._say_if_another_backend()
-
-    def _say_if_another_backend(self) -> None:
-        if self.backend is None:
-            return
-        chosen = importlib.import_module("keras").backend.backend()
-        if chosen != self.backend:
-            print(
-                f"keras-mp: the script chooses {chosen} itself, and not {self.backend}",
-                file=sys.stderr,
-            )
+            self._then()
 
     def failed(self, name: str, error: BaseException) -> None:
         """Is called when the import of the module of this name raised an error."""
@@ -124,6 +122,8 @@ def run(
     that before KERAS_BACKEND. Without any of them Keras chooses, or, if what it would
     choose is not installed, the first backend that is.
 
+    The Python processes that the script starts have the policy, too.
+
     The exit status, and an exception, go on to the caller; the exception's traceback
     is printed by then.
     """
@@ -138,8 +138,11 @@ def run(
         with missing_package_is_one_line():
             set_backend(backend)
 
-    hook = PolicyOnKerasImport(policy, backend)
+    hook = PolicyOnKerasImport(policy, functools.partial(_say_if_other, backend))
     sys.meta_path.insert(0, hook)
+    os.environ[_POLICY] = policy
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTED, inherited]))
     sys.argv = [script, *args]
     if not sys.flags.safe_path:  # under `python -P` no folder was put there
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -170,6 +173,32 @@ def run(
             print(f"keras-mp: {line}", file=sys.stderr)
 
 
+def go_on() -> None:
+    """Does in a process that a script has started what `run` did for the script."""
+    policy = os.environ.get(_POLICY)
+    if policy:
+        # Not sooner: at exit, what has registered first is called last, and the
+        # backend's own clean-up removes what the summary reads.
+        say = functools.partial(atexit.register, _say_what_it_trained)
+        sys.meta_path.insert(0, PolicyOnKerasImport(policy, say))
+
+
+def _say_what_it_trained() -> None:
+    for line in importlib.import_module(_SUMMARY).lines():
+        print(f"keras-mp: process {os.getpid()}: {line}", file=sys.stderr)
+
+
+def _say_if_other(backend: str | None) -> None:
+    if backend is None:
+        return
+    chosen = importlib.import_module("keras").backend.backend()
+    if chosen != backend:
+        print(
+            f"keras-mp: the script chooses {chosen} itself, and not {backend}",
+            file=sys.stderr,
+        )
+
+
 def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
     """The lines to print when the script has ended."""
     if not hook.done:
@@ -180,7 +209,7 @@ def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
         lines = importlib.import_module(_SUMMARY).lines()
     except Exception as error:
         lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
-    yield from lines or ["the script compiled no model with an optimizer"]
+    yield from lines or ["the script itself compiled no model with an optimizer"]
 
 
 def _what_is_missing(hook: PolicyOnKerasImport) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 
 import pytest
@@ -107,7 +108,7 @@ def test_script_that_never_imports_keras_is_told_so(work):
     result = work.run("print('hello')")
     assert result.stdout == "hello\n"
     assert result.stderr == (
-        "keras-mp: the script never imported keras, so no policy was set\n"
+        "keras-mp: the script itself never imported keras, so no policy was set\n"
     )
     assert result.returncode == 0
 
@@ -126,7 +127,7 @@ def test_script_that_compiles_nothing_is_told_so(work):
         "import keras_mp.loss_scaling.summary as log; log.entries.clear()"
     )
     assert result.stderr == (
-        "keras-mp: the script compiled no model with an optimizer\n"
+        "keras-mp: the script itself compiled no model with an optimizer\n"
     )
 
 
@@ -278,6 +279,77 @@ def test_classes_of_the_script_can_be_pickled_and_spawned_processes_find_them(wo
     assert result.stdout == "True\n[3]\n", result.stderr
 
 
+# --------------------------------------------------------------------------------
+# run: the processes that the script starts
+
+
+IN_A_PROCESS = """
+    import multiprocessing, subprocess, sys
+    import keras
+
+    def work():
+        import keras_mp
+        print("works under", keras_mp.global_policy().name, flush=True)
+
+    if __name__ == "__main__":
+        if sys.argv[1] == "subprocess":
+            program = "import train; train.work()"
+            subprocess.run([sys.executable, "-c", program], check=True)
+        else:
+            process = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+            process.start()
+            process.join()
+"""
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver", "fork", "subprocess"])
+def test_the_processes_of_the_script_have_its_policy(work, start):
+    script = work.script(IN_A_PROCESS)
+    args = "run", "--policy", "mixed_bfloat16", script, start
+    result = work.command(*args, flags=())
+    assert "works under mixed_bfloat16\n" in result.stdout, result.stderr
+    assert SUMMARY in result.stderr
+    trained = result.stderr.removesuffix(SUMMARY)
+    # Those that are forked end without what is registered for the end of a process.
+    if start in ("spawn", "subprocess"):
+        line = SUMMARY.removeprefix("keras-mp: ")
+        assert re.fullmatch(rf"keras-mp: process \d+: {re.escape(line)}", trained)
+    else:
+        assert trained == ""
+
+
+def test_the_processes_of_the_script_start_as_they_would(work):
+    """`sys.path`, and a module that Python imports at its start, are the user's."""
+    write(work.fakes, {"sitecustomize.py": "print('the own start')"})
+    script = work.script(
+        """
+        import subprocess, sys
+        program = "import sys, sitecustomize; print(sys.path, sitecustomize.__file__)"
+        subprocess.run([sys.executable, "-c", program])
+        """
+    )
+    expected = work.python(script, flags=())
+    result = work.command("run", script, flags=())
+    assert result.stdout == expected.stdout
+    assert result.stdout.startswith("the own start\n")
+    assert without_our_lines(result.stderr) == expected.stderr == ""
+
+
+def test_the_python_of_another_environment_starts_without_a_word(work):
+    hidden = """
+        import os, sys
+        if "KERAS_MP_RUN_POLICY" in os.environ:
+            sys.modules["keras_mp_cli"] = None
+        """
+    write(work.fakes, {"sitecustomize.py": hidden})
+    text = """
+        import subprocess, sys
+        subprocess.run([sys.executable, "-c", "import keras"])
+        """
+    result = work.run(text, flags=())
+    assert (result.stdout, without_our_lines(result.stderr)) == ("keras on None\n", "")
+
+
 @pytest.mark.parametrize(
     ("ending", "status"),
     [
@@ -393,6 +465,34 @@ def test_real_script_runs_where_only_one_backend_is_installed(tmp_path):
     path = os.pathsep.join([str(tmp_path / "hiding"), str(ROOT)])
     result = real_run(tmp_path, "mixed_bfloat16", KERAS_BACKEND="", PYTHONPATH=path)
     assert result.stdout.endswith("torch mixed_bfloat16\n")
+
+
+@pytest.mark.once
+def test_real_spawned_processes_train_in_float16_and_say_so(tmp_path):
+    text = """
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+
+        import numpy as np
+        import keras
+
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+
+        def train(rank):
+            model.compile("sgd", "mse")
+            model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+            return [layer.compute_dtype for layer in model.layers]
+
+        if __name__ == "__main__":
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+                print(*pool.map(train, range(2)))
+    """
+    result = real_run(tmp_path, "mixed_float16", text=text)
+    assert result.stdout == "['float16', 'float32'] ['float16', 'float32']\n"
+    said = [line for line in result.stderr.splitlines() if "process" in line]
+    trained = r"keras-mp: process \d+: sgd: loss scale \d+, 1 steps, \d skipped"
+    assert re.fullmatch(trained, said[0])
 
 
 @pytest.mark.once

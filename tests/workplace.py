@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,7 @@ class Workplace:
         self.folder = folder
         self.fakes = folder / "fakes"
         # The command is copied: beside the original is the real package.
-        for part in "keras_mp_cli/*.py", "keras_mp/errors.py":
+        for part in "keras_mp_cli/**/*.py", "keras_mp/errors.py":
             for path in ROOT.glob(part):
                 write(self.fakes, {str(path.relative_to(ROOT)): path.read_text()})
         write(self.fakes, FAKES)
@@ -119,10 +120,12 @@ class Workplace:
         write(self.folder, {name: text})
         return name
 
-    def python(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def python(
+        self, *args: str, flags: tuple[str, ...] = ("-S",), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             # -S: without what is installed, the real Keras above all
-            [sys.executable, "-S", *args],
+            [sys.executable, *flags, *args],
             cwd=self.folder,
             env=environment(self.folder, self.fakes, **variables),
             stdin=subprocess.DEVNULL,
@@ -130,12 +133,12 @@ class Workplace:
             text=True,
         )
 
-    def command(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return self.python(str(self.command_file), *args, **variables)
+    def command(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return self.python(str(self.command_file), *args, **options)
 
-    def run(self, text: str, *args: str, **variables: str):
+    def run(self, text: str, *args: str, **options: Any):
         """Runs a script under the command."""
-        return self.command("run", self.script(text), *args, **variables)
+        return self.command("run", self.script(text), *args, **options)
 
 
 def install(work: Workplace, *backends: str) -> None:
