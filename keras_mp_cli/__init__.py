@@ -12,7 +12,11 @@ from typing import Any
 
 from keras_mp_cli import arguments, run
 from keras_mp_cli.backends import backend_of_breakpoint, set_backend
-from keras_mp_cli.messages import fail, missing_package_is_one_line
+from keras_mp_cli.messages import (
+    fail,
+    missing_package_is_one_line,
+    unwritable_is_one_line,
+)
 from keras_mp_cli.scripts import import_script
 
 
@@ -42,4 +46,5 @@ def _start(command: str, backend: str | None = None, **options: Any) -> None:
         options.update(module=import_script(options["script"]), backend=backend)
     importlib.import_module("keras_mp")  # Before Keras, as it says what is missing.
     module = importlib.import_module(f"keras_mp_cli.{command}")
-    getattr(module, command)(**options)
+    with unwritable_is_one_line(options.get("out")):
+        getattr(module, command)(**options)

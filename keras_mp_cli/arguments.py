@@ -202,4 +202,8 @@ def _file_to_write(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"must be a file in a folder that exists. Received: {text}"
         )
+    if not os.access(text if os.path.exists(text) else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"must be a file that you may write. Received: {text}"
+        )
     return text

@@ -23,6 +23,17 @@ def missing_package_is_one_line() -> Iterator[None]:
         fail(str(error))
 
 
+@contextlib.contextmanager
+def unwritable_is_one_line(path: str | None) -> Iterator[None]:
+    """Ends the command if its result cannot be written to `path`: the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if path is None or error.filename != path:
+            raise
+        fail(f"cannot write {path!r}: {error.strerror}")
+
+
 def is_missing_package(error: BaseException) -> bool:
     """Whether this is keras_mp's MissingPackageError, whose message is one sentence.
 

@@ -9,6 +9,7 @@ import pytest
 from workplace import SUMMARY, install, real, refusal, write
 
 import keras_mp
+from keras_mp_cli import arguments
 
 # --------------------------------------------------------------------------------
 # demo
@@ -151,6 +152,15 @@ def test_compare_trains_what_the_script_defines_and_passes_its_options_on(work):
     assert (result.stderr, result.returncode) == ("", 0)
 
 
+def test_a_result_that_cannot_be_written_is_shown_and_then_named(work):
+    install(work, "jax")
+    result = compared(work, COMPARED, "--out", "full.html")
+    _, _, shown = result.stdout.splitlines()
+    assert shown.startswith("namespace(")
+    line = refusal(result, printed=result.stdout)
+    assert line == "cannot write 'full.html': No space left on device"
+
+
 def test_compare_has_the_defaults_of_the_function(work):
     install(work, "jax")
     result = compared(work, COMPARED)
@@ -259,6 +269,23 @@ def test_bad_values_are_refused_before_anything_starts(work, command, option, va
     result = work.command(command, option, value, *script)
     assert f"argument {option}" in result.stderr
     assert (result.stdout, result.returncode) == ("", 2)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_file_that_may_not_be_written_is_refused(
+    exists, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "a.png"
+    if exists:
+        path.touch()
+    # Root may write everywhere.
+    closed = {str(path if exists else tmp_path)}
+    monkeypatch.setattr("os.access", lambda path, mode: path not in closed)
+    with pytest.raises(SystemExit):
+        arguments.parser().parse_args(["demo", "--out", str(path)])
+    assert f"must be a file that you may write. Received: {path}" in (
+        capsys.readouterr().err
+    )
 
 
 COMMANDS = ("run", "demo", "inspect", "replay", "doctor", "compare")

@@ -564,8 +564,10 @@ def test_what_cannot_be_a_folder_is_refused_before_the_training(tmp_path, monkey
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="`folder` must be missing, empty"):
         OverflowBreakpoint(tmp_path / "file")
-    with pytest.raises(OSError):
-        fit(build(), OverflowBreakpoint(tmp_path / "file" / "folder"))
+    path = tmp_path / "file" / "folder"
+    message = f"`folder` must be where folders can be made: .*: '{path}'$"
+    with pytest.raises((FileExistsError, NotADirectoryError), match=message):
+        fit(build(), OverflowBreakpoint(path))
     mount = tmp_path / "mount"
     monkeypatch.setattr(pathlib.Path, "is_mount", lambda path: path == mount)
     with pytest.raises(ValueError, match="`folder` must not be a mount point"):

@@ -66,7 +66,11 @@ FAKES = {
             if options["policies"] == ["refused"]:
                 raise ValueError("`policies` must be others.\\nReceived: these")
             print(build(), train, validation, options)
-            return SimpleNamespace(to_html=lambda path: print("html to", path))
+            def to_html(path):
+                if path == "full.html":
+                    raise OSError(28, "No space left on device", path)
+                print("html to", path)
+            return SimpleNamespace(to_html=to_html)
     """,
     "keras_mp/loss_scaling/summary.py": """
         entries = None

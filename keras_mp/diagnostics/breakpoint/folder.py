@@ -76,8 +76,12 @@ def prepare(folder: pathlib.Path) -> None:
             "be moved: choose a folder within it. Received: "
             f"folder={str(folder)!r}."
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
+    except OSError as error:
+        message = f"`folder` must be where folders can be made: {error.strerror}"
+        raise OSError(error.errno, message, str(folder)) from error
 
 
 @contextlib.contextmanager
