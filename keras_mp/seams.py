@@ -286,6 +286,7 @@ def _stateless_call(original: Callable) -> Callable:
     return stateless_call
 
 
+# Which calls this thread is in.
 _thread = threading.local()
 
 

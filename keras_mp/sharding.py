@@ -16,6 +16,7 @@ from keras_mp.policies.layers import children_of, layer_path
 # A layer with a smaller share of the weights has no group of its own: gathering it
 # takes longer than sending it. It is gathered with others like it, for a whole pass.
 SMALL = 0.01
+# The models whose sharding by torch was told; `in` alone reads it.
 _warned: weakref.WeakSet = weakref.WeakSet()
 
 

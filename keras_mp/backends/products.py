@@ -87,6 +87,7 @@ Product = Callable[[Callable, Any, Any, HalfOperands], Any]
 # no such product.
 Prepare = Callable[..., tuple[Any, Any, Callable] | None]
 
+# What the products of this thread get: others may trace at the same time.
 _thread = threading.local()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from keras_mp.display.messages import warn
 
+# What the step of this thread has scaled and updated so far.
 _thread = threading.local()
 
 

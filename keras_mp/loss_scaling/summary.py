@@ -43,6 +43,7 @@ def _number(variable: keras.Variable) -> Any:
     return ops.copy(variable.value)
 
 
+# By id of the counter, which an entry keeps alive; None before `start`.
 _entries: dict[int, Entry] | None = None
 
 

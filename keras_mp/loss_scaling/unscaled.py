@@ -23,6 +23,7 @@ from keras_mp.rounding.optimizer import parts_of
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # Optimizer -> how many layers there were at the last look at it; None: leave it alone.
 _seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# The looks that wait for the end of this thread's step.
 _thread = threading.local()
 
 

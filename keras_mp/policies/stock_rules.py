@@ -236,6 +236,7 @@ RULES = RuleTable(
         ),
     )
 )
+# Unpacked at once where all of it is read, which threads cannot interrupt.
 _kept: dict[type, Rule] = {}
 
 

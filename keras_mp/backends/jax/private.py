@@ -18,6 +18,7 @@ _ASSUMED = 91000
 # example, reads logits that were made outside.
 _TRACE = "_trace"
 
+# Of each thread, for the check is that of the whole process.
 _assumed = contextvars.ContextVar("assumed", default=False)
 
 

@@ -34,6 +34,7 @@ else:
 
 # The shards, by the id of their variable: a weight, or an optimizer's slot.
 _shards: dict[int, DTensor] = {}
+# The models that are sharded; `in` alone reads it.
 _models: weakref.WeakSet = weakref.WeakSet()
 
 

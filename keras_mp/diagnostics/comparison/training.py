@@ -20,6 +20,7 @@ from keras_mp.display.progress_bar import TrainingProgress
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.policies.layers import is_graph, policy_of
 
+# The models that were trained, so that no policy gets one that has learned already.
 _seen: weakref.WeakSet = weakref.WeakSet()
 
 
