@@ -73,6 +73,7 @@ from keras_mp.policies import (
     inputs,
     mixed_dtypes,
     outputs,
+    own_calls,
     returned,
     saving,
 )
@@ -238,7 +239,8 @@ def _layer_call(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
         is_model = isinstance(self, keras.Model)
-        if not (first or is_model or returned.watched):
+        slow = first or is_model or returned.watched or own_calls.under_way
+        if not slow:
             if not record or not record.decision or not record.decision.head:
                 return original(self, *args, **kwargs)
             call = functools.partial(original, self, *args, **kwargs)
@@ -250,15 +252,20 @@ def _layer_call(original: Callable) -> Callable:
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        if first or returned.watched:
+        mixes = own_calls.under_way or (is_model and own_calls.mixes(self))
+        if first or returned.watched or mixes:
             call = functools.partial(original, self, *args, **kwargs)
             if first:
                 call = functools.partial(mixed_dtypes.first_result, self, call)
             with (
                 _in_a_call() if first else contextlib.nullcontext(),
                 returned.noted(self, first and outermost) as note,
+                own_calls.entered(self) as to_own_call,
+                own_calls.mended(self) if first else contextlib.nullcontext(),
             ):
                 result = heads.call(self, (args, kwargs), call)
+                if to_own_call:
+                    result = own_calls.handed(result)
                 note(result)
         else:
             result = original(self, *args, **kwargs)
@@ -279,7 +286,7 @@ def _layer_call(original: Callable) -> Callable:
 def _stateless_call(original: Callable) -> Callable:
     def stateless_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         outermost = isinstance(self, keras.Model) and _is_outermost()
-        with _in_a_call():
+        with _in_a_call(), own_calls.entered(self), own_calls.mended(self):
             result, *state = original(self, *args, **kwargs)
         return (outputs.in_float32(self, result) if outermost else result), *state
 

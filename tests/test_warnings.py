@@ -138,6 +138,27 @@ def a_layer_that_mixes_dtypes(folder, monkeypatch):
         keras.Sequential([keras.Input((3,)), layers.Dense(4), NoHalf()])
 
 
+class MixesNothing(keras.Model):
+    """A model whose `call` takes no half precision from its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, x):
+        y = self.dense(x)
+        if keras.backend.standardize_dtype(y.dtype) != "float32":
+            raise TypeError("float16 meets float32")
+        return x + y
+
+
+@provokes("policies.own_calls.__call__", "mixes dtypes", "model(ops.ones(")
+def a_model_that_mixes_dtypes(folder, monkeypatch):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = MixesNothing()
+    model(ops.ones((2, 4)))
+
+
 @provokes("policies.reach.warn_of_unreached", "has no layer", "model.compile(")
 def a_pattern_without_a_layer(folder, monkeypatch):
     with keras_mp.policy_scope(keras_mp.MixedFloat16(float32=["nowhere"])):

@@ -35,10 +35,17 @@ from keras_mp.policies.policy import (
     ChoosingPolicy,
     Decision,
     chooser_of,
+    is_half,
 )
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.rule import Rule
-from keras_mp.policies.stock_rules import OUTPUT, OUTPUT_ALONE, SOFTMAX, STORED
+from keras_mp.policies.stock_rules import (
+    MIXES_DTYPES_ALONE,
+    OUTPUT,
+    OUTPUT_ALONE,
+    SOFTMAX,
+    STORED,
+)
 from keras_mp.policies.weights import bring_to, has_large
 
 # Prefix of a layer's path in a file's map: the layer and all its parts are in float32.
@@ -169,6 +176,14 @@ def take_output_back(layer: Any) -> bool:
 def keep_in_float32(layer: Any, rule: Rule) -> None:
     """Turns a layer and what it holds to float32."""
     _carry_out(layer, Decision(FLOAT32, rule, chooser_for(layer)))
+
+
+def keep_own_call_in_float32(model: Any) -> None:
+    """Turns what a model computes itself to float32, unless that was decided."""
+    if decision_for(model) is None or is_half(policy_of(model)):
+        chooser = chooser_for(model)
+        model.dtype_policy = FLOAT32  # Its weights stay: this may be within a trace.
+        record_of(model).decision = Decision(FLOAT32, MIXES_DTYPES_ALONE, chooser)
 
 
 def _carry_out(layer: Any, decision: Decision) -> None:

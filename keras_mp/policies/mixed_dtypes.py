@@ -41,7 +41,7 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
         with first_call(layer):
             return call()
     except engine.dtype_errors as error:
-        if engine.only_shapes() or not _may_be_kept(layer) or not _is_of_dtypes(error):
+        if engine.only_shapes() or not _may_be_kept(layer) or not is_of_dtypes(error):
             raise
         if isinstance(layer, keras.Model) or _has_state(layer):
             error.add_note(_note(layer))
@@ -77,9 +77,10 @@ def _is_keras_own(layer: Any) -> bool:
     return module == "keras" and not isinstance(layer, keras.layers.Lambda)
 
 
-def _is_of_dtypes(error: Exception) -> bool:
+def is_of_dtypes(error: Exception) -> bool:
+    """Does the error say that dtypes do not match? Not if a layer inside has told."""
     if getattr(error, "__notes__", None):
-        return False  # A layer inside has named the remedy.
+        return False
     return any(
         _OF_DTYPES.search(str(reason).split(_ADDED_BY_KERAS)[0])
         for reason in _reasons(error)

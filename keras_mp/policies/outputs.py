@@ -93,14 +93,14 @@ def in_float32(model: Any, outputs: Any) -> Any:
     output layer of a graph, or the whole of a subclassed model, with a `dtype` of
     Keras' own.
     """
-    if not any(map(_is_half, leaves(outputs))):
+    if not any(map(is_half_tensor, leaves(outputs))):
         return outputs
     flat = keras.tree.flatten(outputs)
     chosen = [any(map(_users_choice, layers)) for layers in _makers(model)]
     if len(chosen) != len(flat):  # It has no graph, or a `call` of its own.
         chosen = [_users_choice(model)] * len(flat)
     cast = [
-        private.cast_output(x) if _is_half(x) and not half else x
+        private.cast_output(x) if is_half_tensor(x) and not half else x
         for x, half in zip(flat, chosen, strict=True)
     ]
     return keras.tree.pack_sequence_as(outputs, cast)
@@ -116,7 +116,7 @@ def _makers(model: Any) -> list[Iterator[Any]]:
     return [producers(tensor) for tensor in graph.outputs]
 
 
-def _is_half(x: Any) -> bool:
+def is_half_tensor(x: Any) -> bool:
     return ops.is_tensor(x) and keras.backend.standardize_dtype(x.dtype) in HALF
 
 

@@ -23,6 +23,7 @@ _REMEMBERED = (
     "called_with",
     "returned",
     "keeps_input_dtypes",
+    "mixes",
     "loss_is_scaled",
     "metrics_read",
 )
@@ -40,6 +41,7 @@ class Record:
         returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
         keeps_input_dtypes: whether Keras' cast of its inputs was turned off.
+        mixes: for a model, whether its own `call` mixes dtypes; see `own_calls`.
         loss_is_scaled: for a head, whether the loss that reads it is scaled.
         metrics_read: for a head, what its model's metrics read from its output:
             "nothing", the largest "classes", or "logits".
@@ -59,6 +61,7 @@ class Record:
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
         self.returned: Any = None
         self.keeps_input_dtypes = False
+        self.mixes = False
         self.loss_is_scaled = False
         self.metrics_read = "nothing"
 

@@ -108,6 +108,7 @@ MIXES_DTYPES = Rule(
     "its call in half precision fails for its dtypes",
     "keras_mp/policies/mixed_dtypes.py",
 )
+MIXES_DTYPES_ALONE = dataclasses.replace(MIXES_DTYPES, alone=True)
 # For the policies under which weights are bfloat16.
 BATCH_STATISTICS = Rule(
     "BatchNormalization",

@@ -1,0 +1,144 @@
+"""Models that mix dtypes in their own `call`, which then gets float32 from its layers.
+
+A model's inputs are float32 until the first layer, and what its layers return is half
+precision: in `x + self.net(x)` the two meet. JAX and torch promote, TensorFlow fails,
+and so does a loop that carries one and gets back the other. A model whose call fails
+for that is called again: it computes in float32 itself, while its layers stay in half
+precision, and so it goes on.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+import keras_mp.keras_private as private
+from keras_mp.backends import engine
+from keras_mp.backends.interface import HALF
+from keras_mp.display.messages import warn
+from keras_mp.policies import inputs
+from keras_mp.policies.choosing import decision_for, keep_own_call_in_float32
+from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.mixed_dtypes import is_of_dtypes
+from keras_mp.policies.outputs import is_half_tensor
+from keras_mp.policies.record import Precision, record_of, records
+
+# The threads whose innermost call is that of such a model itself, not of a layer in it.
+under_way: set[int] = set()
+
+
+def mixes(layer: Any) -> bool:
+    """Is it a model that has been found to mix dtypes in its `call`?"""
+    record = records.get(id(layer))
+    return record is not None and record.mixes
+
+
+@contextlib.contextmanager
+def entered(layer: Any) -> Iterator[bool]:
+    """Marks the call of a layer; yields whether such a model gets what it returns."""
+    thread = threading.get_ident()
+    outer, own = thread in under_way, mixes(layer)
+    # Its own weights may be bfloat16, or Keras may have begun a half-precision call.
+    scope = private.AutocastScope("float32") if own else contextlib.nullcontext()
+    try:
+        _mark(thread, own)
+        with scope:
+            yield outer
+    finally:
+        _mark(thread, outer)
+
+
+def _mark(thread: int, within: bool) -> None:
+    (under_way.add if within else under_way.discard)(thread)
+
+
+def handed(result: Any) -> Any:
+    """What a layer returns to such a model: half-precision tensors in float32."""
+    return keras.tree.map_structure(
+        lambda x: private.cast_output(x) if is_half_tensor(x) else x, result
+    )
+
+
+@contextlib.contextmanager
+def mended(layer: Any) -> Iterator[None]:
+    """Lets the `call` of a model be made again if it mixes dtypes.
+
+    It is `call` that is made again, for Keras also makes it alone, to build the model.
+    """
+    attributes = vars(layer)
+    own = {name: attributes[name] for name in ("call",) if name in attributes}
+    # Another thread may be in the model's first call.
+    mending = any(isinstance(call, _Mended) for call in own.values())
+    is_plain = not isinstance(layer, keras.Model) or is_graph(layer)
+    if is_plain or mending or mixes(layer):
+        yield
+        return
+    try:
+        attributes["call"] = _Mended(layer, layer.call)
+        yield
+    finally:
+        attributes.pop("call", None)
+        attributes.update(own)
+
+
+class _Mended:
+    """The `call` of a model, made again if it mixes dtypes."""
+
+    def __init__(self, model: Any, call: Callable) -> None:
+        self._model, self._call = model, call
+        functools.update_wrapper(self, call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model
+        if mixes(model):  # It has been found while Keras built the model.
+            return self._again(*args, **kwargs)
+        state = [(v, ops.copy(v.value)) for v in _state(model)]
+        try:
+            return self._call(*args, **kwargs)
+        except engine.dtype_errors as error:
+            if engine.only_shapes() or not is_of_dtypes(error) or not _is_half(model):
+                raise
+            before = Precision([model])
+            record_of(model).mixes = True
+            keep_own_call_in_float32(model)
+            inputs.keep_input_dtypes(model)
+            private.clear_losses(model)
+            for variable, value in state:
+                variable.assign(value)
+            try:
+                result = self._again(*args, **kwargs)
+            except BaseException as second:
+                before.put_back()
+                raise (error if isinstance(second, Exception) else second) from None
+        warn(
+            f"The `call` of {layer_path(model)} mixes dtypes: what it computes itself "
+            "is float32 from here on, and its layers stay in half precision. To have "
+            "half precision there, too, cast: `ops.cast(x, y.dtype)`."
+        )
+        return result
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        with entered(self._model):
+            return self._call(*args, **kwargs)
+
+
+def _state(model: Any) -> list[Any]:
+    """What a call may change: no weights, frozen or not. For seeds any draw is good."""
+    return [
+        variable
+        for layer in private.layers_in(model)
+        for variable in private.own_variables(layer)
+        if not any(variable is weight for weight in private.own_trainable(layer))
+    ]
+
+
+def _is_half(model: Any) -> bool:
+    """Do float32 inputs meet half precision in it because of us?"""
+    return inputs.keeps_input_dtypes(model) or any(
+        decision_for(layer) is not None and policy_of(layer).compute_dtype in HALF
+        for layer in private.layers_in(model)
+    )
