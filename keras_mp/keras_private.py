@@ -149,18 +149,18 @@ def layer_in_call() -> Any:
     return caller if isinstance(caller, layers.Layer) else None
 
 
-def cast_output(x: Any) -> Any:
-    """A tensor in float32, with what Keras attaches: its mask, and its logits.
+def cast_output(x: Any, dtype: Any = "float32") -> Any:
+    """A tensor in another dtype, with what Keras attaches: its mask, and its logits.
 
     Logits, of a sigmoid or a softmax, are cast too: on TensorFlow Keras' losses read
     them in place of the tensor, beside float32 targets.
     """
-    cast = ops.cast(x, "float32")
+    cast = ops.cast(x, dtype)
     mask = get_keras_mask(x)
     if mask is not None:
         set_keras_mask(cast, mask)
     if hasattr(x, "_keras_logits"):
-        cast._keras_logits = ops.cast(x._keras_logits, "float32")
+        cast._keras_logits = ops.cast(x._keras_logits, dtype)
     return cast
 
 
@@ -295,6 +295,10 @@ def graph_of(model: Any) -> Any:
 def nodes_by_depth(graph: Any) -> dict[int, list[Any]]:
     """The calls that a Functional model consists of; the largest depth comes first."""
     return graph._nodes_by_depth
+
+
+# The method that runs a graph; what it is given wraps each operation.
+RUN = "_run_through_graph"
 
 
 def calls_of(operation: Any) -> list[Any]:

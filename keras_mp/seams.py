@@ -11,6 +11,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Layer.__reduce__             copies keep what was decided for each layer
     Layer.add_loss               losses are float32
     Sequential.build             the input is float32
+    Function._run_through_graph  what is handed out is what other outputs are made from
     Trainer.compile              wraps the optimizer, keeps the outputs in float32
     Trainer.get_compile_config   files say which float32 layers are heads
     Trainer.compile_from_config  reads that from the file
@@ -70,6 +71,7 @@ from keras_mp.loss_scaling.models import losses_in_float32, wrap_optimizers
 from keras_mp.policies import (
     exporting,
     heads,
+    hidden,
     inputs,
     mixed_dtypes,
     outputs,
@@ -161,6 +163,11 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
         *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
+        (
+            private.RUN,
+            _home(private.RUN, *private.Functional.__mro__),
+            hidden.run_through_graph,
+        ),
     ]
 
 
@@ -239,8 +246,8 @@ def _layer_call(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
         is_model = isinstance(self, keras.Model)
-        slow = first or is_model or returned.watched or own_calls.under_way
-        if not slow:
+        within = returned.watched or own_calls.under_way or hidden.within
+        if not (first or is_model or within):
             if not record or not record.decision or not record.decision.head:
                 return original(self, *args, **kwargs)
             call = functools.partial(original, self, *args, **kwargs)
@@ -252,23 +259,26 @@ def _layer_call(original: Callable) -> Callable:
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        mixes = own_calls.under_way or (is_model and own_calls.mixes(self))
-        if first or returned.watched or mixes:
+        if first or within or own_calls.mixes(self):
             call = functools.partial(original, self, *args, **kwargs)
             if first:
                 call = functools.partial(mixed_dtypes.first_result, self, call)
             with (
                 _in_a_call() if first else contextlib.nullcontext(),
                 returned.noted(self, first and outermost) as note,
+                hidden.passed_on(self, outermost),
                 own_calls.entered(self) as to_own_call,
                 own_calls.mended(self) if first else contextlib.nullcontext(),
             ):
                 result = heads.call(self, (args, kwargs), call)
+                if hidden.makes_output(self):
+                    result = hidden.through_float32(result)
                 if to_own_call:
                     result = own_calls.handed(result)
                 note(result)
         else:
-            result = original(self, *args, **kwargs)
+            with hidden.passed_on(self, outermost):
+                result = original(self, *args, **kwargs)
         if first:
             record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)

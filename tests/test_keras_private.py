@@ -254,6 +254,21 @@ def test_a_layer_in_half_precision_casts_its_variables(policy):
     assert not private.is_autocast_to_half()
 
 
+def test_a_graph_is_run_by_a_method_that_wraps_each_operation():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, ops.relu(keras.layers.Dense(3)(inputs)))
+    run = []
+
+    def noted(operation):
+        run.append(type(operation).__name__)
+        return operation
+
+    x = ops.ones((1, 2))
+    result = getattr(model, private.RUN)([x], operation_fn=noted)
+    np.testing.assert_array_equal(*map(ops.convert_to_numpy, (result, model(x))))
+    assert run == ["Dense", "Relu"]
+
+
 def test_a_cast_output_keeps_its_mask_and_logits():
     x = ops.cast(ops.convert_to_tensor(X), "bfloat16")
     mask = ops.ones((2,), "bool")

@@ -156,6 +156,9 @@ class Engine(Step, Batches, Measures, Shards):
         """
         return {}
 
+    differentiates_in_outputs = True
+    """Can a program ask for the gradient of one output of a call in another?"""
+
     def repaired_layers(self) -> dict[type, Wrapper]:
         """Wrappers of the `call` of Keras layers."""
         return {}

@@ -4,8 +4,13 @@
 tensors, and all that made them, until Python collects its garbage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import keras
+from keras import ops
+
+from keras_mp.backends.interface import HALF
 
 
 def leaves(structure: Any) -> Iterator[Any]:
@@ -17,3 +22,15 @@ def leaves(structure: Any) -> Iterator[Any]:
         return
     for part in structure:
         yield from leaves(part)
+
+
+def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
+    """What `function` makes of each leaf, in the same structure."""
+    if isinstance(structure, dict | list | tuple):
+        return keras.tree.map_structure(function, structure)
+    return function(structure)
+
+
+def is_half_tensor(x: Any) -> bool:
+    """Is it a tensor, not a symbolic one, in float16 or bfloat16?"""
+    return ops.is_tensor(x) and keras.backend.standardize_dtype(x.dtype) in HALF

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp.backends.interface import HALF
-from keras_mp.backends.leaves import leaves
-from keras_mp.policies import returned, symbolic
+from keras_mp.backends.leaves import is_half_tensor, leaves
+from keras_mp.policies import hidden, returned, symbolic
 from keras_mp.policies.choosing import (
     decision_for,
     keep_output_in_float32,
@@ -100,7 +98,7 @@ def in_float32(model: Any, outputs: Any) -> Any:
     if len(chosen) != len(flat):  # It has no graph, or a `call` of its own.
         chosen = [_users_choice(model)] * len(flat)
     cast = [
-        private.cast_output(x) if is_half_tensor(x) and not half else x
+        hidden.in_float32(x) if is_half_tensor(x) and not half else x
         for x, half in zip(flat, chosen, strict=True)
     ]
     return keras.tree.pack_sequence_as(outputs, cast)
@@ -114,10 +112,6 @@ def _makers(model: Any) -> list[Iterator[Any]]:
     if graph is None:
         return [_leaves(model.layers[-1])]
     return [producers(tensor) for tensor in graph.outputs]
-
-
-def is_half_tensor(x: Any) -> bool:
-    return ops.is_tensor(x) and keras.backend.standardize_dtype(x.dtype) in HALF
 
 
 def _users_choice(layer: Any) -> bool:

@@ -19,12 +19,12 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
+from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.display.messages import warn
 from keras_mp.policies import inputs
 from keras_mp.policies.choosing import decision_for, keep_own_call_in_float32
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
 from keras_mp.policies.mixed_dtypes import is_of_dtypes
-from keras_mp.policies.outputs import is_half_tensor
 from keras_mp.policies.record import Precision, record_of, records
 
 # The threads whose innermost call is that of such a model itself, not of a layer in it.
@@ -58,9 +58,7 @@ def _mark(thread: int, within: bool) -> None:
 
 def handed(result: Any) -> Any:
     """What a layer returns to such a model: half-precision tensors in float32."""
-    return keras.tree.map_structure(
-        lambda x: private.cast_output(x) if is_half_tensor(x) else x, result
-    )
+    return mapped(lambda x: private.cast_output(x) if is_half_tensor(x) else x, result)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_fin
 class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
     """Steps are traced, so Python cannot decide anything in them."""
 
+    differentiates_in_outputs = False
+
     compiled = staticmethod(compilation.compiled)
     note_logits = staticmethod(logits.note_outputs)
     number_of_chunks = staticmethod(number_of_chunks)
