@@ -101,8 +101,7 @@ def _is_under(policy: Any, model: Any) -> bool:
 def _converts(layer: Any) -> bool:
     policy = policy_of(layer)
     return (
-        not isinstance(layer, keras.layers.InputLayer)
-        and policy.quantization_mode is None
+        policy.quantization_mode is None
         # Not lookups, which compute in int64, nor float64, which someone asked for.
         and policy.compute_dtype in ("float32", *HALF)
     )

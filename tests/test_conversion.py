@@ -620,3 +620,60 @@ def test_a_predicate_that_raises_leaves_the_model_as_it_was():
     model = small()
     with refused(model, ZeroDivisionError, "mine"):
         keras_mp.convert(model, keras_mp.MixedFloat16(float32=[predicate]))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_layer_has_the_policy_on_the_way_there_and_back(name):
+    model, _ = BUILDERS[name]()
+    before = [layer.compute_dtype for layer in model._flatten_layers()]
+    for policy in ("mixed_float16", "float32", "mixed_bfloat16", "float32"):
+        keras_mp.convert(model, policy)
+        dtypes = {
+            layer.compute_dtype
+            for layer, dtype in zip(model._flatten_layers(), before, strict=True)
+            if dtype == "float32"
+        }
+        assert dtypes <= {"float32", POLICIES.get(policy)}
+        inputs = [x for x in model._flatten_layers() if is_input(x)]
+        assert {x.dtype_policy.name for x in inputs} <= {policy}
+
+
+def is_input(layer):
+    return isinstance(layer, layers.InputLayer)
+
+
+# In plain Keras as well.
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`")
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_model_that_was_converted_to_float32_can_be_quantized(mode, mixed_float16):
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(4)(layers.Dense(8, activation="relu")(inputs))
+    model = keras.Model(inputs, outputs)
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype("float32")
+    (expected,) = arrays(keras_mp.convert(model, "float32")(x))
+    model.quantize(mode)
+    (found,) = arrays(model(x))
+    assert found.dtype == "float32"
+    error = np.max(np.abs(found - expected)) / np.max(np.abs(expected))
+    assert error < {"int8": 0.05, "int4": 0.5}[mode]
+
+
+def test_the_output_layer_of_a_subclassed_model_is_float32_on_the_way_back(
+    mixed_float16,
+):
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = layers.Dense(4), layers.Dense(2)
+
+        def call(self, x):
+            return self.last(self.first(x))
+
+    model = Two()
+    model(np.ones((1, 3), "float32"))
+    for policy in ("mixed_float16", "float32", "mixed_float16"):
+        keras_mp.convert(model, policy)
+    assert [x.compute_dtype for x in (model.first, model.last)] == [
+        "float16",
+        "float32",
+    ]

@@ -49,10 +49,13 @@ def _note(layer: Any, made: list[tuple[Any, Any]], result: Any) -> None:
 
 def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None:
     # If a layer passes a tensor on, the layer that made it has returned earlier.
-    record_of(model).returned = keras.tree.map_structure(
+    found = keras.tree.map_structure(
         lambda output: next((maker for x, maker in made if x() is output), None),
         outputs,
     )
+    # A symbolic call shows none of them: what an earlier call has shown still holds.
+    if any(keras.tree.flatten(found)) or makers_of(model) is None:
+        record_of(model).returned = found
 
 
 def _pass(result: Any) -> None:
