@@ -45,6 +45,8 @@ def _find(*paths: str) -> Any:
 backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
 backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
 backend_core = _find("keras.src.backend:ops.core", "keras.src:backend")
+# `keras.remat` looks the function of the backend up here.
+backend_remat = _find("keras.src.backend:core", "keras.src.backend:ops.core")
 # Recurrent layers look up their kernels here. Before Keras 3.16 `rnn` is a function.
 _backend = _find("keras.src:backend")
 backend_rnn = _backend.rnn if isinstance(_backend.rnn, ModuleType) else _backend
@@ -128,10 +130,15 @@ def preprocessing_classes() -> tuple[type, ...]:
 # Layers ----------------------------------------------------------------------------
 
 
+def autocast_dtype() -> str | None:
+    """The dtype to which variables are cast where they are read, in a layer's call."""
+    scope = _global_state.get_global_attribute("autocast_scope")
+    return scope and scope.dtype
+
+
 def is_autocast_to_half() -> bool:
     """Is a layer in half precision being called, whose variables are cast to it?"""
-    scope = _global_state.get_global_attribute("autocast_scope")
-    return scope is not None and scope.dtype in ("float16", "bfloat16")
+    return autocast_dtype() in ("float16", "bfloat16")
 
 
 def is_in_a_call() -> bool:

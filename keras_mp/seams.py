@@ -44,6 +44,7 @@ and what the backend's `repairs` name:
     moments                      has a gradient of one pass
     lstm, bidirectional_lstm     are cast to float32 around cuDNN
     arange                       runs in float16 graphs
+    remat                        computes again in the precision of the first run
     BatchNormalization.call      is one kernel on torch
     Variable's write             reaches the variable within a call in half precision,
                                  and the shards of a sharded one
@@ -156,7 +157,8 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     # `keras.ops` looks an operation up in one of the modules; for `tanh`, which is in
     # two, that is the module of NumPy's names.
     modules = private.backend_core, private.backend_numpy, private.backend_nn
-    backend = *modules, private.backend_rnn, *keras.Variable.__mro__
+    others = private.backend_rnn, private.backend_remat
+    backend = *modules, *others, *keras.Variable.__mro__
     repairs = engine.repairs().items()
     return [
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
@@ -259,16 +261,18 @@ def _layer_call(original: Callable) -> Callable:
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        if first or within or own_calls.mixes(self):
+        mixes = record and record.mixes
+        makers = hidden.makers_within(self) if outermost else None
+        if first or within or mixes or makers:
             call = functools.partial(original, self, *args, **kwargs)
             if first:
                 call = functools.partial(mixed_dtypes.first_result, self, call)
             with (
                 _in_a_call() if first else contextlib.nullcontext(),
                 returned.noted(self, first and outermost) as note,
-                hidden.passed_on(self, outermost),
+                hidden.passed_on(makers),
                 own_calls.entered(self) as to_own_call,
-                own_calls.mended(self) if first else contextlib.nullcontext(),
+                own_calls.mended(self) if first or mixes else contextlib.nullcontext(),
             ):
                 result = heads.call(self, (args, kwargs), call)
                 if hidden.makes_output(self):
@@ -277,8 +281,7 @@ def _layer_call(original: Callable) -> Callable:
                     result = own_calls.handed(result)
                 note(result)
         else:
-            with hidden.passed_on(self, outermost):
-                result = original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         if first:
             record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)

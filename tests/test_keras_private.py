@@ -376,6 +376,21 @@ def test_in_an_autocast_scope_of_none_an_embedding_is_read_as_it_is():
     assert dtypes[0] == "float16" and dtypes[1] == "float32"
 
 
+def test_remat_looks_its_function_up_in_the_backend(monkeypatch):
+    seen = []
+    monkeypatch.setattr(private.backend_remat, "remat", seen.append)
+    keras.remat(seen)
+    assert seen == [seen]
+
+
+def test_the_autocast_dtype_is_that_of_the_layer_in_call():
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    assert seen_in_a_call(private.autocast_dtype, dtype=policy) == "bfloat16"
+    assert private.autocast_dtype() is None
+    with private.AutocastScope(None):
+        assert private.autocast_dtype() is None
+
+
 def test_the_raw_value_keeps_its_dtype_in_an_autocast_scope():
     from keras_mp.policies.policy import MixedFloat16
 

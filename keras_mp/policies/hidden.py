@@ -34,9 +34,8 @@ _wide: Known[Any] = Known()
 
 
 @contextlib.contextmanager
-def passed_on(layer: Any, outermost: bool) -> Iterator[None]:
+def passed_on(makers: dict[int | None, set[int]] | None) -> Iterator[None]:
     """Within a model's outermost call its outputs are cast before they are used."""
-    makers = _makers(layer) if outermost else None
     if not makers:
         yield
         return
@@ -48,7 +47,8 @@ def passed_on(layer: Any, outermost: bool) -> Iterator[None]:
         within.pop(thread, None)
 
 
-def _makers(model: Any) -> dict[int | None, set[int]]:
+def makers_within(model: Any) -> dict[int | None, set[int]]:
+    """What makes the outputs that a model may hand out; see `within`."""
     if not engine.differentiates_in_outputs:
         return {}
     if not is_graph(model):

@@ -65,14 +65,15 @@ def handed(result: Any) -> Any:
 def mended(layer: Any) -> Iterator[None]:
     """Lets the `call` of a model be made again if it mixes dtypes.
 
-    It is `call` that is made again, for Keras also makes it alone, to build the model.
+    It is `call` that is made again, for Keras also makes it alone: to build the model,
+    and where it is computed again for its gradient.
     """
     attributes = vars(layer)
     own = {name: attributes[name] for name in ("call",) if name in attributes}
     # Another thread may be in the model's first call.
     mending = any(isinstance(call, _Mended) for call in own.values())
     is_plain = not isinstance(layer, keras.Model) or is_graph(layer)
-    if is_plain or mending or mixes(layer):
+    if is_plain or mending:
         yield
         return
     try:
@@ -92,7 +93,7 @@ class _Mended:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
-        if mixes(model):  # It has been found while Keras built the model.
+        if mixes(model):
             return self._again(*args, **kwargs)
         state = [(v, ops.copy(v.value)) for v in _state(model)]
         try:

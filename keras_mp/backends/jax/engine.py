@@ -27,7 +27,7 @@ from keras_mp.backends.jax.batches import JaxBatches
 from keras_mp.backends.jax.measures import JaxMeasures
 from keras_mp.backends.jax.step import JaxStep, derived_as, is_summed_in_half
 from keras_mp.backends.products import number_of_chunks
-from keras_mp.backends.repairs import broadcasting
+from keras_mp.backends.repairs import broadcasting, remat
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 
 
@@ -105,6 +105,7 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
     def repairs(self) -> dict[str, Wrapper]:
         return {
             "dot_product_attention": attention.chosen_by_device,
+            "remat": remat.in_its_precision,
             **logits.repairs(broadcasting.repairs(is_summed_in_half, derived_as)),
             **convolutions.repairs(products.repairs()),
             **cross_entropy.repairs(),

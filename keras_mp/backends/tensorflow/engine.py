@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.interface import Engine, Wrapper
-from keras_mp.backends.repairs import arange, attention, broadcasting
+from keras_mp.backends.repairs import arange, attention, broadcasting, remat
 from keras_mp.backends.step import Update
 from keras_mp.backends.tensorflow import (
     products,
@@ -123,6 +123,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
         return {
             "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
+            "remat": remat.in_its_precision,
             **broadcasting.repairs(is_summed_in_half),
             **products.repairs(),
         }

@@ -11,6 +11,7 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.interface import Engine, Wrapper
+from keras_mp.backends.repairs import remat
 from keras_mp.backends.torch import (
     cross_entropy,
     layouts,
@@ -51,6 +52,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
             "__array__": sharding.read_whole,
             "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
             "dot_product_attention": layouts.attention_as_it_is,
+            "remat": remat.in_its_precision,
         }
 
     def repaired_layers(self) -> dict[type, Wrapper]:
