@@ -140,6 +140,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("__reduce__", keras.layers.Layer, _reduce),
         ("add_loss", keras.layers.Layer, _add_loss),
         ("build", keras.Sequential, _sequential_build),
+        (private.RUN, private.Functional, hidden.run_through_graph),
         ("compile", keras.Model, _compile),
         ("get_compile_config", keras.Model, _get_compile_config),
         ("compile_from_config", keras.Model, _compile_from_config),
@@ -165,11 +166,6 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
         *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
-        (
-            private.RUN,
-            _home(private.RUN, *private.Functional.__mro__),
-            hidden.run_through_graph,
-        ),
     ]
 
 

@@ -10,12 +10,8 @@ agree with those of one float32 model up to rounding.
 cases that cover every pair of two entries.
 """
 
-import argparse
 import functools
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,9 +20,8 @@ import numpy as np
 from keras import layers
 
 import keras_mp
+from sweeps.table import BACKEND, main
 
-BACKENDS = ("jax", "tensorflow", "torch")
-BACKEND = keras.backend.backend()
 POLICIES = ("mixed_float16", "mixed_bfloat16", "bfloat16")
 STEPS = 2
 EXAMPLES, FEATURES, CLASSES, FRAMES = 16, 6, 4, 5
@@ -407,37 +402,5 @@ def disagreement(case: Case) -> float:
     return float(np.max(np.nan_to_num(errors, nan=np.inf)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m sweeps.endings")
-    parser.add_argument("--backend", choices=BACKENDS, help="all three unless given")
-    arguments = parser.parse_args()
-    if arguments.backend == BACKEND:
-        sys.exit(_sweep() > 0)
-    failed = False
-    for backend in [arguments.backend] if arguments.backend else BACKENDS:
-        # Keras reads KERAS_BACKEND once, when it is imported: a process for each.
-        command = [sys.executable, "-m", "sweeps.endings", "--backend", backend]
-        environment = {**os.environ, "KERAS_BACKEND": backend}
-        failed |= subprocess.run(command, env=environment).returncode != 0
-    sys.exit(failed)
-
-
-def _sweep() -> int:
-    """Runs the table on this backend, prints what fails and returns how many do."""
-    found = []
-    for case in cases():
-        try:
-            apart, message = disagreement(case), ""
-        except Exception as error:  # The table shows it, of whatever kind.
-            apart, message = np.inf, f"{type(error).__name__}: {error}"[:300]
-        found.append(apart)
-        if apart > 1:
-            message = message or f"{apart:.2f} times what rounding explains"
-            print(f"{BACKEND}: {case}: {message}", flush=True)
-    failed = sum(apart > 1 for apart in found)
-    print(f"{BACKEND}: {failed} of {len(found)} fail; at worst {max(found):.2f}")
-    return failed
-
-
 if __name__ == "__main__":
-    main()
+    main("endings", cases(), disagreement)

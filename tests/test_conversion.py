@@ -634,12 +634,9 @@ def test_every_layer_has_the_policy_on_the_way_there_and_back(name):
             if dtype == "float32"
         }
         assert dtypes <= {"float32", POLICIES.get(policy)}
-        inputs = [x for x in model._flatten_layers() if is_input(x)]
+        found = model._flatten_layers()
+        inputs = [x for x in found if isinstance(x, layers.InputLayer)]
         assert {x.dtype_policy.name for x in inputs} <= {policy}
-
-
-def is_input(layer):
-    return isinstance(layer, layers.InputLayer)
 
 
 # In plain Keras as well.

@@ -14,10 +14,11 @@ import keras_mp.keras_private as private
 from keras_mp.policies import hidden
 
 X = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype("float32")
-HALF = [name for name, dtype in POLICIES.items() if dtype != "float32"]
 ROUNDING = {"float16": 0.03, "bfloat16": 0.2}
-# On JAX no program can ask for it: a gradient there is that of a function.
-asks = pytest.mark.skipif(BACKEND == "jax", reason="gradients are those of functions")
+asks = pytest.mark.skipif(
+    BACKEND == "jax",
+    reason="JAX has gradients of functions alone, so that no program can ask for it",
+)
 
 
 # Kinds of models -------------------------------------------------------------------
@@ -170,7 +171,7 @@ def computed(kind, policy, traced):
 @pytest.mark.parametrize(
     "traced", [False, True] if BACKEND == "tensorflow" else [False]
 )
-@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_a_class_in_the_features_is_that_of_float32(
     kind, policy, traced
@@ -219,10 +220,9 @@ def test_an_error_within_a_call_leaves_no_mark(mixed_float16):
     assert not hidden.within
 
 
-@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.skipif(BACKEND != "jax", reason="jax.vjp is JAX's")
+@pytest.mark.parametrize("policy", POLICIES)
 def test_on_jax_the_gradient_of_both_outputs_is_that_of_float32(policy):
-    if BACKEND != "jax":
-        pytest.skip("jax.vjp is JAX's")
     import jax
 
     def gradients(policy):
