@@ -87,7 +87,7 @@ def _watch_skips(model: Any) -> None:
     retaking_it = functools.partial(retaking.call, model, train_function)
     calls = 0
 
-    def step(args: Any) -> Any:
+    def step(*args: Any) -> Any:
         nonlocal calls
         # Read anew: the first step may have wrapped it.
         scaling = loss_scaling_of(model.optimizer)
@@ -103,16 +103,8 @@ def _watch_skips(model: Any) -> None:
         made_by = reference and reference()
         return made_by(once, args) if made_by else once(*args)
 
-    @functools.wraps(keras_own)
-    def watched(*args: Any) -> Any:
-        engine.note_state(model, args[0])
-        try:
-            return step(args)
-        except BaseException:
-            engine.put_state_back(model)
-            raise
-
-    model.train_function = watched
+    attaching = engine.attaching(model, step)
+    model.train_function = functools.wraps(keras_own)(attaching)
 
 
 def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Trainer.compile_from_config  reads that from the file
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
+    Trainer.evaluate, predict    leave a model its values on JAX if they are interrupted
+    Trainer.make_test_function, make_predict_function  the same
+    Trainer.fit, evaluate, predict  leave torch's grad mode as it was
     Model.export                 files for LiteRT compute in float32
     Model.save, save_weights     one process writes the file of a sharded model
     Optimizer.apply              warns if float16 layers lack loss scaling, or if
@@ -166,6 +169,10 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
         *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
+        *(
+            (name, _definer(name), seam)
+            for name, seam in engine.interruptible().items()
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""A process whose `fit` is interrupted at random moments, which goes on each time.
+"""A process whose `fit`, `evaluate` and `predict` are interrupted at random moments.
+
+It goes on each time.
 
 Prints what was wrong after any of the interrupts, as JSON.
 """
@@ -16,7 +18,7 @@ from keras import layers, ops
 
 import keras_mp
 
-TIMES = 30
+TIMES = 48
 RANDOM = random.Random(0)
 LONGEST = 0.1  # In seconds; an epoch takes less.
 
@@ -66,14 +68,24 @@ def what_is_wrong(model):
 def interrupted(model, **options):
     x, y = np.zeros((256, 64), "float32"), np.zeros((256, 1), "float32")
     options |= {"verbose": 0, "batch_size": 16}
-    model.fit(x, y, **options)  # Compiles.
+    model.fit(x, y, validation_data=(x, y), **options)  # Compiles.
+    model.predict(x, **options)
+
+    verbs = [
+        lambda: model.fit(x, y, epochs=3, **options),
+        lambda: model.evaluate(x, y, **options),
+        lambda: model.fit(x, y, validation_data=(x, y), epochs=3, **options),
+        lambda: model.predict(x, **options),
+    ]
     for time in range(TIMES):
+        verb = verbs[time % len(verbs)]
         delay = RANDOM.uniform(0, LONGEST)
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         try:
             timer.start()
             # Python drops an interrupt that comes within a `__del__`.
-            model.fit(x, y, epochs=40, **options)
+            while timer.is_alive():
+                verb()
             timer.join()
         except KeyboardInterrupt:
             pass

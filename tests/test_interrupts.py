@@ -1,5 +1,6 @@
 """An interrupt at any moment of `fit` leaves a model that can go on."""
 
+import functools
 import signal
 import threading
 
@@ -28,7 +29,7 @@ def fit(model, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_thirty_signals_at_random_moments(way):
+def test_signals_at_random_moments(way):
     assert processes.run("interrupted.py", way) == [[]]
 
 
@@ -46,12 +47,12 @@ def look_at_once(optimizer):
 
 
 class Raising(layers.Layer):
-    """Interrupts where Python runs it in training: in a trace, or eagerly."""
+    """Interrupts where Python runs it: in a trace, or eagerly."""
 
     armed = False
 
-    def call(self, x, training=False):
-        if training and self.armed:
+    def call(self, x):
+        if self.armed:
             raise KeyboardInterrupt
         return x
 
@@ -119,6 +120,82 @@ def test_after_train_on_batch_as_well(moment, monkeypatch):
     assert_goes_on(model)
 
 
+# `evaluate` and `predict` -----------------------------------------------------------
+
+
+class InterruptedBatch(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+    on_predict_batch_end = on_test_batch_end
+
+
+def by_a_callback(run, monkeypatch):
+    run(X, Y, callbacks=[InterruptedBatch()])
+
+
+def by_the_data(run, monkeypatch):
+    def batches():
+        for batch in (X[:16], X[16:32]):
+            yield batch, batch[:, :1]
+        raise KeyboardInterrupt
+
+    run(batches())
+
+
+def by_a_layer(run, monkeypatch):
+    monkeypatch.setattr(Raising, "armed", True)
+    run(X, Y)
+
+
+def by_a_signal_within_a_step(run, monkeypatch):
+    """It comes when the compiled step has taken the values, and Keras has no others."""
+    owner = next(c for c in keras.Model.__mro__ if "_make_function" in vars(c))
+    make = owner._make_function
+    signals = iter([signal.SIGINT])
+
+    def make_interrupted(self, step, **options):
+        def interrupted(*args):
+            result = step(*args)
+            for number in signals:
+                signal.raise_signal(number)
+            return result
+
+        return make(self, interrupted, **options)
+
+    monkeypatch.setattr(owner, "_make_function", make_interrupted)
+    run(X, Y)
+
+
+VERBS = {
+    "evaluate": lambda model, x, y=None, **options: model.evaluate(x, y, **options),
+    "predict": lambda model, x, y=None, **options: model.predict(x, **options),
+    "test_on_batch": lambda model, x, y: model.test_on_batch(x, y),
+    "predict_on_batch": lambda model, x, y: model.predict_on_batch(x),
+}
+HOWS = [by_a_callback, by_the_data, by_a_layer]
+HOWS += [by_a_signal_within_a_step] if BACKEND == "jax" else []
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_they_leave_a_model_its_values(verb, how, monkeypatch):
+    if "on_batch" in verb and how in (by_a_callback, by_the_data):
+        pytest.skip("it has neither")
+    model = raising_model()
+    fit(model)
+    before = values(model.weights)
+    call = functools.partial(VERBS[verb], model)
+    # TensorFlow's pipeline turns what data raise into an error of its own.
+    in_a_pipeline = BACKEND == "tensorflow" and how is by_the_data
+    error = Exception if in_a_pipeline else KeyboardInterrupt
+    with monkeypatch.context() as patches, pytest.raises(error):
+        how(call, patches)
+    for value, expected in zip(values(model.weights), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    assert_goes_on(model)
+
+
 def test_between_an_update_and_its_counter():
     class Interrupted(keras.optimizers.SGD):
         interrupts = False
@@ -144,6 +221,28 @@ def test_between_an_update_and_its_counter():
     assert [*what_is_wrong(model)] == []
     if BACKEND != "jax":  # There an eager step, too, returns what `fit` stores.
         assert int(model.optimizer.iterations) == 5
+    assert_goes_on(model)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="others have no such mode")
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_torch_still_computes_gradients(verb):
+    import torch
+
+    class InNoGrad(InterruptedBatch):
+        """As an interrupt on the way out of a `torch.no_grad`, before it ends."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            torch.set_grad_enabled(False)
+            raise KeyboardInterrupt
+
+        on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+    model = raising_model()
+    arguments = [X] if verb == "predict" else [X, Y]
+    with pytest.raises(KeyboardInterrupt):
+        getattr(model, verb)(*arguments, verbose=0, callbacks=[InNoGrad()])
+    assert torch.is_grad_enabled()
     assert_goes_on(model)
 
 

@@ -69,16 +69,13 @@ class Batches:
         """The train function; on JAX its calls note the state that they return."""
         return train_function
 
-    def note_state(self, model: Any, state: Any) -> None:
-        """Notes a state that `fit` passes around on JAX, for `put_state_back`."""
-        return
+    def attaching(self, model: Any, step: Callable) -> Callable:
+        """The function; on JAX variables have their values if it raises.
 
-    def put_state_back(self, model: Any) -> None:
-        """Gives variables the values of the state that was noted last.
-
-        After an exception Keras would go back to a state that a step has donated.
+        They get those of the newest state that was noted. Keras would go back to a
+        state that a step has donated.
         """
-        return
+        return step
 
     def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
         """A context in which variables hold such a state."""

@@ -162,3 +162,10 @@ class Engine(Step, Batches, Measures, Shards):
     def repaired_layers(self) -> dict[type, Wrapper]:
         """Wrappers of the `call` of Keras layers."""
         return {}
+
+    def interruptible(self) -> dict[str, Wrapper]:
+        """Wrappers of methods of `keras.Model` that an exception would leave half done.
+
+        Keys are the names of the methods.
+        """
+        return {}

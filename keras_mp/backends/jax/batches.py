@@ -18,6 +18,8 @@ _PARTS = (
     "optimizer_variables",
     "metrics_variables",
 )
+# `evaluate` passes these, and `predict` the first two.
+_PARTS_OF_TESTS = tuple(name for name in _PARTS if name != "optimizer_variables")
 
 
 class JaxBatches(Batches):
@@ -53,20 +55,25 @@ class JaxBatches(Batches):
             read = list(itertools.islice(iterator, items))  # It may wait for ever.
             with interrupts.held():
                 result = train_function(state, iter(read))
-                self.note_state(model, result[1])
+                # As Keras does, but while interrupts wait.
+                private.note_state(model, _by_part(result[1]))
             return result
 
         return keeping
 
-    def note_state(self, model: Any, state: Any) -> None:
-        # As `fit` does once it has the result.
-        private.note_state(model, _by_part(state))
+    def attaching(self, model: Any, step: Callable) -> Callable:
+        def attaching(state: Any, iterator: Any) -> Any:
+            private.note_state(model, _by_part(state))
+            try:
+                return step(state, iterator)
+            except BaseException:
+                newest = private.noted_state(model)
+                # A step that fails on the device leaves no state, neither old nor new.
+                if not any(value.is_deleted() for value in jax.tree.leaves(newest)):
+                    private.attach_state(model, newest)
+                raise
 
-    def put_state_back(self, model: Any) -> None:
-        state = private.noted_state(model)
-        # A step that fails on the device leaves no state, neither old nor new.
-        if not any(value.is_deleted() for value in jax.tree.leaves(state)):
-            private.attach_state(model, state)
+        return attaching
 
     @contextlib.contextmanager
     def attached(self, model: Any, state: Any) -> Iterator[None]:
@@ -88,8 +95,9 @@ def _are_together(count: int) -> bool:
 
 
 def _by_part(state: Any) -> dict[str, Any]:
-    """The state that `fit` passes around, by the names that Keras has for its parts."""
-    return dict(zip(_PARTS, state, strict=True))
+    """A state that Keras passes around, by the names that it has for the parts."""
+    names = _PARTS if len(state) == len(_PARTS) else _PARTS_OF_TESTS
+    return dict(zip(names, state, strict=False))
 
 
 def _parts(model: Any) -> tuple[list[Any], ...]:

@@ -18,6 +18,7 @@ from keras_mp.backends.jax import (
     compilation,
     convolutions,
     cross_entropy,
+    interruptible,
     logits,
     moments,
     products,
@@ -113,6 +114,9 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
             **moments.repairs(),
             **recurrent.repairs(),
         }
+
+    def interruptible(self) -> dict[str, Wrapper]:
+        return interruptible.wrappers(self)
 
 
 engine = JaxEngine()

@@ -58,6 +58,9 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     def repaired_layers(self) -> dict[type, Wrapper]:
         return {keras.layers.BatchNormalization: normalization.in_one_kernel}
 
+    def interruptible(self) -> dict[str, Wrapper]:
+        return dict.fromkeys(("fit", "evaluate", "predict"), _ends_in_its_grad_mode)
+
     def set_dtype(self, variable: Any, dtype: str) -> None:
         # In place: torch's modules and optimizers hold this parameter object.
         parameter = private.raw_value(variable)
@@ -128,6 +131,19 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
 
     def may_have_skipped(self, scaling: Any) -> bool:
         return scaling.before_skip is not None
+
+
+def _ends_in_its_grad_mode(original: Callable) -> Callable:
+    # An interrupt on the way out of one of Keras' many `torch.no_grad` leaves it on.
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            torch.set_grad_enabled(before)
+            raise
+
+    return run
 
 
 def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]]:
