@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import interrupts
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
@@ -39,7 +40,7 @@ def convert(
         TypeError: if `model` is no layer.
         ValueError: for a name that is no policy; for a layer whose variables the policy
             would keep in another dtype, or that cannot be called under the policy. The
-            model is left as it was.
+            model is left as it was, after an interrupt as well.
 
     Example:
 
@@ -67,10 +68,11 @@ def convert(
         symbolic.refresh(model)
         for layer in without_graph:
             symbolic.call_again(layer)
-    except Exception as error:
-        before.put_back()
-        _recast_constants(layers)
-        symbolic.refresh(model)
+    except BaseException as error:
+        with interrupts.held():
+            before.put_back()
+            _recast_constants(layers)
+            symbolic.refresh(model)
         if not isinstance(error, symbolic.SymbolicCallError):
             raise
         path = getattr(error.layer, "path", None) or error.layer.name
@@ -81,11 +83,12 @@ def convert(
             f"keras_mp.MixedFloat16(float32=[{path!r}])."
         ) from error
 
-    for layer in private.layers_in(model):
-        if isinstance(layer, keras.Model):
-            if layer.compiled:
-                rescale_optimizer(layer)
-            symbolic.forget_traces(layer)
+    with interrupts.held():
+        for layer in private.layers_in(model):
+            if isinstance(layer, keras.Model):
+                if layer.compiled:
+                    rescale_optimizer(layer)
+                symbolic.forget_traces(layer)
     warn_of_unmatched(model, policy)
     return model
 

@@ -12,6 +12,8 @@ from backends import BACKEND, POLICIES, computes, dtype_of, same_bits, values
 from models_to_convert import BUILDERS
 
 import keras_mp
+from keras_mp import conversion
+from keras_mp.policies import symbolic
 from keras_mp.policies.layers import is_graph
 
 layers = keras.layers
@@ -494,7 +496,7 @@ def snapshot(model):
 
 
 @contextlib.contextmanager
-def refused(model, error, message):
+def refused(model, error, message=None):
     """Nothing is changed by what raises within."""
     state = snapshot(model)
     with pytest.raises(error, match=message):
@@ -523,6 +525,27 @@ def test_a_conversion_that_fails_names_the_layer_and_changes_nothing(before):
     with refused(model, ValueError, message):
         keras_mp.convert(model, "mixed_bfloat16")
     assert same_bits(want, arrays(model.predict(X, verbose=0)))
+    train(model, X, Y)
+
+
+@pytest.mark.parametrize(
+    "moment", [(symbolic, "refresh"), (conversion, "choose_policy")]
+)
+def test_an_interrupt_changes_nothing(moment, monkeypatch):
+    model = impossible()
+    model.compile("adam", "mse")
+    train(model, X, Y)
+    place, name = moment
+    original, calls = getattr(place, name), itertools.count()
+
+    def interrupted_once(*args):
+        original(*args)
+        if next(calls) == (0 if name == "refresh" else 2):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, name, interrupted_once)
+    with refused(model, KeyboardInterrupt):
+        keras_mp.convert(model, keras_mp.MixedFloat16(float32=[OnlyFloat32]))
     train(model, X, Y)
 
 
