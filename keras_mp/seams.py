@@ -6,6 +6,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Layer.__call__               the first call chooses it by all other rules; the
                                  outermost call of a model returns float32
     Layer.stateless_call         returns float32, too
+    Layer.compute_output_spec    says so; so do Functional's and Sequential's
     Layer.get_config             files hold stock policies; so does the `get_config` of
                                  a model's own class
     Layer.__reduce__             copies keep what was decided for each layer
@@ -139,6 +140,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("__init__", keras.layers.Layer, _layer_init),
         ("__call__", keras.layers.Layer, _layer_call),
         ("stateless_call", keras.layers.Layer, _stateless_call),
+        *(("compute_output_spec", owner, _output_spec) for owner in _with_specs),
         ("get_config", keras.layers.Layer, _layer_get_config),
         ("__reduce__", keras.layers.Layer, _reduce),
         ("add_loss", keras.layers.Layer, _add_loss),
@@ -174,6 +176,9 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
             for name, seam in engine.interruptible().items()
         ),
     ]
+
+
+_with_specs = (keras.layers.Layer, private.Functional, keras.Sequential)
 
 
 def _of_policies() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
@@ -307,6 +312,16 @@ def _stateless_call(original: Callable) -> Callable:
         return (outputs.in_float32(self, result) if outermost else result), *state
 
     return stateless_call
+
+
+def _output_spec(original: Callable) -> Callable:
+    def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = isinstance(self, keras.Model) and _is_outermost()
+        with _in_a_call():
+            specs = original(self, *args, **kwargs)
+        return outputs.specs_in_float32(self, specs) if outermost else specs
+
+    return compute_output_spec
 
 
 # Which calls this thread is in.

@@ -100,6 +100,53 @@ def test_symbolic_calls_stay_as_they_are(half):
     assert outer.layers[1].output.dtype == half
 
 
+def with_a_layer_of_keras_policy():
+    inputs = keras.Input((2,))
+    hidden = layers.Dense(3)(inputs)
+    users = layers.Dense(1, dtype="mixed_float16")(hidden)
+    return keras.Model(inputs, {"ours": layers.Dense(1)(hidden), "users": users})
+
+
+def nested():
+    return keras.Sequential([functional(), keras.Sequential([layers.Dense(2)])])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functional,
+        sequential,
+        nested,
+        Net,
+        Regression,
+        with_a_layer_of_keras_policy,
+    ],
+)
+def test_a_spec_says_what_a_call_returns(make, compiled, half):
+    model = make()
+    model(X)
+    if compiled:
+        model.compile("sgd", "mse")
+    spec = model.compute_output_spec(keras.KerasTensor((4, 2)))
+    said = keras.tree.map_structure(lambda x: (x.shape, x.dtype), spec)
+    found = keras.tree.map_structure(lambda x: (x.shape, dtype_of(x)), model(X))
+    assert said == found
+    assert "float32" in str(found)
+
+
+def test_a_spec_of_an_inner_model_is_what_the_inner_model_returns(half):
+    outer = keras.Sequential([functional(), layers.Dense(2)])
+    specs = []
+    inner = outer.layers[0]
+    spec_of = inner.compute_output_spec
+    inner.compute_output_spec = lambda *args, **kwargs: (
+        specs.append(spec_of(*args, **kwargs)) or specs[-1]
+    )
+    outer.compute_output_spec(keras.KerasTensor((4, 2)))
+    assert [spec.dtype for spec in specs] == [half]
+
+
 def test_what_is_computed_stays_half(half):
     if (BACKEND, half) == ("torch", "float16"):
         pytest.skip("Keras on torch multiplies float16 in float32 on CPUs")

@@ -7,7 +7,7 @@ float32, because TensorFlow does not mix dtypes.
 import collections
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -84,24 +84,34 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     ]
 
 
-def in_float32(model: Any, outputs: Any) -> Any:
+def in_float32(
+    model: Any,
+    outputs: Any,
+    is_half: Callable = is_half_tensor,
+    cast: Callable = hidden.in_float32,
+) -> Any:
     """What the outermost call of a model returns: half-precision tensors in float32.
 
     Symbolic tensors stay, and so does what the user chose half precision for: the
     output layer of a graph, or the whole of a subclassed model, with a `dtype` of
     Keras' own.
     """
-    if not any(map(is_half_tensor, leaves(outputs))):
+    if not any(map(is_half, leaves(outputs))):
         return outputs
     flat = keras.tree.flatten(outputs)
     chosen = [any(map(_users_choice, layers)) for layers in _makers(model)]
     if len(chosen) != len(flat):  # It has no graph, or a `call` of its own.
         chosen = [_users_choice(model)] * len(flat)
-    cast = [
-        hidden.in_float32(x) if is_half_tensor(x) and not half else x
-        for x, half in zip(flat, chosen, strict=True)
+    wide = [
+        cast(x) if is_half(x) and not stays else x
+        for x, stays in zip(flat, chosen, strict=True)
     ]
-    return keras.tree.pack_sequence_as(outputs, cast)
+    return keras.tree.pack_sequence_as(outputs, wide)
+
+
+def specs_in_float32(model: Any, specs: Any) -> Any:
+    """The symbolic tensors that say what the outermost call of a model returns."""
+    return in_float32(model, specs, symbolic.is_half, symbolic.copy_in_float32)
 
 
 def _makers(model: Any) -> list[Iterator[Any]]:

@@ -11,6 +11,7 @@ import keras
 from keras import KerasTensor
 
 import keras_mp.keras_private as private
+from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import called_with, children_of, is_graph
 
 
@@ -146,8 +147,19 @@ def _parts(operation: Any) -> list[Any]:
     return [operation]
 
 
-def _copy(tensor: Any) -> KerasTensor:
-    copy = KerasTensor(tensor.shape, tensor.dtype, tensor.sparse, tensor.ragged)
+def is_half(x: Any) -> bool:
+    """Is it a symbolic tensor in float16 or bfloat16?"""
+    return isinstance(x, KerasTensor) and x.dtype in HALF
+
+
+def copy_in_float32(tensor: KerasTensor) -> KerasTensor:
+    """A symbolic tensor without a past, like another but for its dtype."""
+    return _copy(tensor, "float32")
+
+
+def _copy(tensor: Any, dtype: str | None = None) -> KerasTensor:
+    dtype = dtype or tensor.dtype
+    copy = KerasTensor(tensor.shape, dtype, tensor.sparse, tensor.ragged)
     mask = private.get_keras_mask(tensor)
     if mask is not None:
         private.set_keras_mask(copy, mask)
