@@ -36,7 +36,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
 .PHONY: help demo docs test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
-  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-first-steps clean $(TESTS)
+  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-first-steps clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -62,6 +62,7 @@ help:
 	@echo "make sweep-dtypes   write what each layer of some models computes in (minutes)"
 	@echo "make sweep-endings  train every kind of model, last activation and loss"
 	@echo "make sweep-own-calls  call every kind of model that uses its own inputs"
+	@echo "make sweep-kernels  train with every operation that may lack half precision"
 	@echo "make sweep-first-steps  count the batches that are lost to the first loss scale"
 	@echo "make clean   remove what the other commands made"
 
@@ -160,6 +161,9 @@ sweep-endings: $(TEST)
 
 sweep-own-calls: $(TEST)
 	$(BIN)/python -m sweeps.own_calls
+
+sweep-kernels: $(TEST)
+	$(BIN)/python -m sweeps.missing_kernels
 
 sweep-first-steps: $(BENCH)
 	$(BIN)/python -m sweeps.first_steps

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
@@ -16,6 +17,8 @@ from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.loss_scaling import retaking, stage, unscaled
 from keras_mp.loss_scaling.models import watched_for_underflow, wrap_optimizers
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.policies import missing_kernels
+from keras_mp.policies.own_calls import state_of
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 
@@ -85,10 +88,10 @@ def _watch_skips(model: Any) -> None:
     keras_own = model.train_function
     train_function = engine.keeping_state(model, keras_own)
     retaking_it = functools.partial(retaking.call, model, train_function)
-    calls = 0
+    calls, first = 0, True
 
     def step(*args: Any) -> Any:
-        nonlocal calls
+        nonlocal calls, first
         # Read anew: the first step may have wrapped it.
         scaling = loss_scaling_of(model.optimizer)
         if scaling is not None:
@@ -99,12 +102,48 @@ def _watch_skips(model: Any) -> None:
             scaling.steps_to_measure = True
         retakes = scaling is None or scaling.retakes
         once = retaking_it if retakes else train_function
+        if first:
+            first, once = False, functools.partial(_first_step, model, once)
         reference = next_calls.pop(model, None) if next_calls else None
         made_by = reference and reference()
         return made_by(once, args) if made_by else once(*args)
 
     attaching = engine.attaching(model, step)
     model.train_function = functools.wraps(keras_own)(attaching)
+
+
+def _first_step(model: Any, train_function: Callable, *args: Any) -> Any:
+    """Takes the step, once more if it fails for dtypes and that can be mended."""
+    if engine.other_workers(model) or (
+        model.built and not missing_kernels.suspects(model)
+    ):
+        return train_function(*args)
+    current = train_function
+
+    def take(batch: Any, state: Any, once: Callable) -> tuple[Any, Any]:
+        nonlocal current
+        changing = _changed_by_a_step(model) if state is None else []
+        before = [(variable, ops.copy(variable.value)) for variable in changing]
+        try:
+            return once(state)
+        except engine.dtype_errors as error:
+            for variable, value in before:
+                variable.assign(value)
+            with engine.attached(model, state):
+                if not missing_kernels.mended(model, error):
+                    raise
+            current = model.train_function
+        return once(state)
+
+    count = model.steps_per_execution
+    return engine.run_by_batch(lambda *args: current(*args), args, count, take)
+
+
+def _changed_by_a_step(model: Any) -> list[Any]:
+    """The variables that a step writes before it updates weights."""
+    weights = set(map(id, model.weights))
+    seeds = [v for v in model.non_trainable_variables if id(v) not in weights]
+    return [*state_of(model), *seeds, *model.metrics_variables]
 
 
 def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:

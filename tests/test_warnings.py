@@ -132,7 +132,7 @@ class NoHalf(layers.Layer):
         return x
 
 
-@provokes("policies.mixed_dtypes.first_result", "mixes dtypes", "keras.Sequential(")
+@provokes("policies.mixed_dtypes.tell", "mixes dtypes", "keras.Sequential(")
 def a_layer_that_mixes_dtypes(folder, monkeypatch):
     with keras_mp.policy_scope("mixed_float16"):
         keras.Sequential([keras.Input((3,)), layers.Dense(4), NoHalf()])
@@ -152,7 +152,7 @@ class MixesNothing(keras.Model):
         return x + y
 
 
-@provokes("policies.own_calls.__call__", "mixes dtypes", "model(ops.ones(")
+@provokes("policies.own_calls.tell", "mixes dtypes", "model(ops.ones(")
 def a_model_that_mixes_dtypes(folder, monkeypatch):
     with keras_mp.policy_scope("mixed_float16"):
         model = MixesNothing()

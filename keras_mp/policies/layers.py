@@ -17,6 +17,12 @@ def is_graph(layer: Any) -> bool:
     return isinstance(layer, (keras.Sequential, private.Functional))
 
 
+def is_keras_own(layer: Any) -> bool:
+    """Is its class one of Keras? A Lambda's function is not."""
+    module = type(layer).__module__.split(".")[0]
+    return module == "keras" and not isinstance(layer, layers.Lambda)
+
+
 def children_of(layer: Any) -> list[Any]:
     """The layers that a layer holds, not those that they hold in turn."""
     children = private.layers_in(layer, itself=False, nested=False)
@@ -94,14 +100,16 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
         record.first_input = first
-    if isinstance(layer, keras.Model) and not is_graph(layer):
-        call = keras.tree.map_structure(_symbolic, (args, kwargs))
-        record.called_with = call
+    if not (is_graph(layer) or is_keras_own(layer)):
+        record.called_with = keras.tree.map_structure(_symbolic, (args, kwargs))
 
 
-def called_with(model: Any) -> tuple[tuple, dict[str, Any]] | None:
-    """What a subclassed model was first called with, its arrays as symbolic tensors."""
-    record = records.get(id(model))
+def called_with(layer: Any) -> tuple[tuple, dict[str, Any]] | None:
+    """What a layer of the user's, or a model without a graph, was first called with.
+
+    Arrays and tensors are symbolic tensors in it.
+    """
+    record = records.get(id(layer))
     return record.called_with if record else None
 
 

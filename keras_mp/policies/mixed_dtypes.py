@@ -20,11 +20,15 @@ from keras_mp.policies.choosing import (
     first_call,
     keep_in_float32,
 )
-from keras_mp.policies.layers import layer_path, policy_of
+from keras_mp.policies.layers import is_keras_own, layer_path, policy_of
 from keras_mp.policies.record import Precision
 from keras_mp.policies.stock_rules import MIXES_DTYPES
 
-_OF_DTYPES = re.compile(r"dtype|float16|\bhalf\b", re.IGNORECASE)
+# TensorFlow calls them DT_HALF and DT_BFLOAT16.
+_OF_DTYPES = re.compile(
+    r"dtype|float16|(\b|_)half\b|types other than float", re.IGNORECASE
+)
+_REMEDY = "keep it in float32 with"
 # Keras adds the arguments of the call, with their dtypes, to every message.
 _ADDED_BY_KERAS = "Arguments received by"
 
@@ -41,45 +45,51 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
         with first_call(layer):
             return call()
     except engine.dtype_errors as error:
-        if engine.only_shapes() or not _may_be_kept(layer) or not is_of_dtypes(error):
+        if engine.only_shapes() or not may_be_kept(layer) or not is_of_dtypes(error):
             raise
         if isinstance(layer, keras.Model) or _has_state(layer):
             error.add_note(_note(layer))
             raise
         before = Precision(private.layers_in(layer))
-        keep_in_float32(layer, MIXES_DTYPES)
+        keep(layer)
         try:
             with first_call(layer):
                 result = call()
         except Exception:
             before.put_back()
             raise error from None
+    tell(layer)
+    return result
+
+
+def keep(layer: Any) -> None:
+    """Turns a layer that mixes dtypes to float32."""
+    keep_in_float32(layer, MIXES_DTYPES)
+
+
+def tell(layer: Any) -> None:
+    """Warns that this was done."""
     warn(
         f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
         f"from here on. Declare it with {_declaration(layer)}, or cast in its "
         f"{_body(layer)}: `ops.cast(y, x.dtype)`."
     )
-    return result
 
 
-def _may_be_kept(layer: Any) -> bool:
+def may_be_kept(layer: Any) -> bool:
+    """Is it a layer of the user's for which a policy of ours chose half precision?"""
     decision = decision_for(layer)
     return (
         decision is not None
         and decision.rule is None
         and policy_of(layer).compute_dtype in HALF
-        and not _is_keras_own(layer)
+        and not is_keras_own(layer)
     )
-
-
-def _is_keras_own(layer: Any) -> bool:
-    module = type(layer).__module__.split(".")[0]
-    return module == "keras" and not isinstance(layer, keras.layers.Lambda)
 
 
 def is_of_dtypes(error: Exception) -> bool:
     """Does the error say that dtypes do not match? Not if a layer inside has told."""
-    if getattr(error, "__notes__", None):
+    if any(_REMEDY in note for note in getattr(error, "__notes__", ())):
         return False
     return any(
         _OF_DTYPES.search(str(reason).split(_ADDED_BY_KERAS)[0])
@@ -107,8 +117,8 @@ def _has_state(layer: Any) -> bool:
 def _note(layer: Any) -> str:
     return (
         f"{layer_path(layer)} computes in {policy_of(layer).compute_dtype}. If its "
-        f"{_body(layer)} mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or keep it "
-        f"in float32 with {_declaration(layer)}."
+        f"{_body(layer)} mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or "
+        f"{_REMEDY} {_declaration(layer)}."
     )
 
 

@@ -47,6 +47,13 @@ def note_compiled(model: Any) -> None:
         _follow(model, {id(layer) for layer in changed})
 
 
+def note_changed(model: Any, layers: list[Any]) -> None:
+    """Takes notice that layers of a model compute in another precision than before."""
+    symbolic.refresh(model, layers)
+    symbolic.forget_traces(model)
+    _follow(model, set(map(id, layers)))
+
+
 def _follow(model: Any, changed: set[int]) -> None:
     """Lets other compiled models know that layers of theirs have changed."""
     for other in _others(model):

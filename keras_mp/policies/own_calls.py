@@ -37,6 +37,27 @@ def mixes(layer: Any) -> bool:
     return record is not None and record.mixes
 
 
+def may_be_kept(model: Any) -> bool:
+    """Does a model compute in half precision itself because of us?"""
+    return not is_graph(model) and not mixes(model) and _is_half(model)
+
+
+def keep(model: Any) -> None:
+    """Turns what a model computes itself to float32."""
+    record_of(model).mixes = True
+    keep_own_call_in_float32(model)
+    inputs.keep_input_dtypes(model)
+
+
+def tell(model: Any) -> None:
+    """Warns that this was done."""
+    warn(
+        f"The `call` of {layer_path(model)} mixes dtypes: what it computes itself "
+        "is float32 from here on, and its layers stay in half precision. To have "
+        "half precision there, too, cast: `ops.cast(x, y.dtype)`."
+    )
+
+
 @contextlib.contextmanager
 def entered(layer: Any) -> Iterator[bool]:
     """Marks the call of a layer; yields whether such a model gets what it returns."""
@@ -95,16 +116,14 @@ class _Mended:
         model = self._model
         if mixes(model):
             return self._again(*args, **kwargs)
-        state = [(v, ops.copy(v.value)) for v in _state(model)]
+        state = [(v, ops.copy(v.value)) for v in state_of(model)]
         try:
             return self._call(*args, **kwargs)
         except engine.dtype_errors as error:
             if engine.only_shapes() or not is_of_dtypes(error) or not _is_half(model):
                 raise
             before = Precision([model])
-            record_of(model).mixes = True
-            keep_own_call_in_float32(model)
-            inputs.keep_input_dtypes(model)
+            keep(model)
             private.clear_losses(model)
             for variable, value in state:
                 variable.assign(value)
@@ -113,11 +132,7 @@ class _Mended:
             except BaseException as second:
                 before.put_back()
                 raise (error if isinstance(second, Exception) else second) from None
-        warn(
-            f"The `call` of {layer_path(model)} mixes dtypes: what it computes itself "
-            "is float32 from here on, and its layers stay in half precision. To have "
-            "half precision there, too, cast: `ops.cast(x, y.dtype)`."
-        )
+        tell(model)
         return result
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +140,7 @@ class _Mended:
             return self._call(*args, **kwargs)
 
 
-def _state(model: Any) -> list[Any]:
+def state_of(model: Any) -> list[Any]:
     """What a call may change: no weights, frozen or not. For seeds any draw is good."""
     return [
         variable

@@ -37,7 +37,7 @@ class Record:
         chosen: the policy under which it was last called for the first time.
         path: where it was first called, for a layer to which Keras gives no path.
         first_input: what it was first called with, symbolic: shape and dtype.
-        called_with: for a model without a graph, what it was first called with.
+        called_with: for a layer of the user's class, what it was first called with.
         returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
         keeps_input_dtypes: whether Keras' cast of its inputs was turned off.
