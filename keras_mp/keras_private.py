@@ -73,6 +73,9 @@ Functional = _find("keras.src.models.functional:Functional")
 untracked = _find("keras.src.utils.tracking:no_automatic_dependency_tracking")
 # All of Keras looks `dtype_policy` up here.
 policy_module = _find("keras.src.dtype_policies:dtype_policy")
+# `keras.ops.normalize`, from whichever module somebody imported it, ends here.
+ops_nn = _find("keras.src.ops.nn")
+NORMALIZE = "_normalize"
 _global_state = _find("keras.src.backend.common:global_state")
 _NAMES = "object_name_uids"
 

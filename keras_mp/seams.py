@@ -27,7 +27,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
                                  bfloat16 weights lose the updates
     Optimizer.add_variable_from_reference  slots are sharded as their weight is
     Optimizer.load_own_variables  a file that another wrapper wrote resumes
-    Orthogonal.__call__          computes in float32 what half precision cannot
+    Orthogonal.__call__, ops.normalize  compute in float32 what half precision cannot
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
     keras.config.set_dtype_policy  changes it
@@ -169,6 +169,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
     return [
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
         *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
+        (private.NORMALIZE, _home(private.NORMALIZE, private.ops_nn), _normalize),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
         *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
         *(
@@ -507,3 +508,15 @@ def _orthogonal(original: Callable) -> Callable:
         return ops.cast(original(self, shape, "float32"), dtype)
 
     return __call__
+
+
+def _normalize(original: Callable) -> Callable:
+    # Its epsilon of 1e-7 is no float16 number, and the inverse of it is infinite.
+    def normalize(x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = ops.convert_to_tensor(x)
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        if dtype not in HALF:
+            return original(x, *args, **kwargs)
+        return ops.cast(original(ops.cast(x, "float32"), *args, **kwargs), dtype)
+
+    return normalize

@@ -71,7 +71,7 @@ def names_in_private():
     ] + [
         "backend_core backend_nn backend_numpy backend_random backend_rnn",
         "get_keras_mask set_keras_mask get_stateless_scope policy_module current_path",
-        "Functional untracked PartialBatches",
+        "Functional untracked PartialBatches ops_nn",
     ]
 
 
@@ -381,6 +381,11 @@ def test_remat_looks_its_function_up_in_the_backend(monkeypatch):
     monkeypatch.setattr(private.backend_remat, "remat", seen.append)
     keras.remat(seen)
     assert seen == [seen]
+
+
+def test_normalize_is_looked_up_in_its_module(monkeypatch):
+    monkeypatch.setattr(private.ops_nn, private.NORMALIZE, lambda x, **options: "mine")
+    assert ops.normalize(X) == ops.nn.normalize(X) == "mine"
 
 
 def test_the_autocast_dtype_is_that_of_the_layer_in_call():
