@@ -36,7 +36,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
 .PHONY: help demo docs test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
-  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-first-steps clean $(TESTS)
+  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -63,6 +63,7 @@ help:
 	@echo "make sweep-endings  train every kind of model, last activation and loss"
 	@echo "make sweep-own-calls  call every kind of model that uses its own inputs"
 	@echo "make sweep-kernels  train with every operation that may lack half precision"
+	@echo "make sweep-operations  write what each operation of keras.ops does in half precision"
 	@echo "make sweep-first-steps  count the batches that are lost to the first loss scale"
 	@echo "make clean   remove what the other commands made"
 
@@ -164,6 +165,9 @@ sweep-own-calls: $(TEST)
 
 sweep-kernels: $(TEST)
 	$(BIN)/python -m sweeps.missing_kernels
+
+sweep-operations: $(TEST)
+	$(BIN)/python -m sweeps.operations
 
 sweep-first-steps: $(BENCH)
 	$(BIN)/python -m sweeps.first_steps

@@ -132,6 +132,7 @@ def _first_step(model: Any, train_function: Callable, *args: Any) -> Any:
             with engine.attached(model, state):
                 if not missing_kernels.mended(model, error):
                     raise
+            model.make_train_function()  # Not there any more after an error in a trace.
             current = model.train_function
         return once(state)
 

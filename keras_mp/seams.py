@@ -85,7 +85,7 @@ from keras_mp.policies import (
     saving,
 )
 from keras_mp.policies.choosing import choose_by_class, choose_policy
-from keras_mp.policies.layers import is_graph, note_call
+from keras_mp.policies.layers import is_graph, note_call, note_result
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.policies.record import record_of, records
 from keras_mp.rounding import lost
@@ -256,9 +256,10 @@ def _layer_call(original: Callable) -> Callable:
         if policy is None:  # Its `__init__` did not call Keras': Keras says so.
             return original(self, *args, **kwargs)
         first = chosen is None or chosen is not policy or not self.built
+        untried = first or (record and record.untried)
         is_model = isinstance(self, keras.Model)
         within = returned.watched or own_calls.under_way or hidden.within
-        if not (first or is_model or within):
+        if not (untried or is_model or within):
             if not record or not record.decision or not record.decision.head:
                 return original(self, *args, **kwargs)
             call = functools.partial(original, self, *args, **kwargs)
@@ -272,16 +273,18 @@ def _layer_call(original: Callable) -> Callable:
             args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
         mixes = record and record.mixes
         makers = hidden.makers_within(self) if outermost else None
-        if first or within or mixes or makers:
+        if untried or within or mixes or makers:
             call = functools.partial(original, self, *args, **kwargs)
-            if first:
+            if untried:
                 call = functools.partial(mixed_dtypes.first_result, self, call)
             with (
                 _in_a_call() if first else contextlib.nullcontext(),
                 returned.noted(self, first and outermost) as note,
                 hidden.passed_on(makers),
                 own_calls.entered(self) as to_own_call,
-                own_calls.mended(self) if first or mixes else contextlib.nullcontext(),
+                own_calls.mended(self)
+                if untried or mixes
+                else contextlib.nullcontext(),
             ):
                 result = heads.call(self, (args, kwargs), call)
                 if hidden.makes_output(self):
@@ -291,6 +294,8 @@ def _layer_call(original: Callable) -> Callable:
                 note(result)
         else:
             result = original(self, *args, **kwargs)
+        if untried:
+            note_result(self, result)
         if first:
             record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)

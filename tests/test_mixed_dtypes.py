@@ -1,5 +1,6 @@
 """Layers of the user's that mix dtypes are kept in float32 at their first call."""
 
+import functools
 import math
 import warnings
 
@@ -299,3 +300,95 @@ def test_a_reopened_model_has_the_layer_in_float32(tmp_path):
         tmp_path / "model.keras", custom_objects={"Sampling": Sampling}
     )
     assert reopened.get_layer("sampling").dtype_policy.name == "float32"
+
+
+# Keras' own layers that run code of the user's ---------------------------------------
+
+
+def with_constants(x):
+    """An activation that makes a float32 constant with the backend's own operations."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return x * tf.constant(0.5)
+    if BACKEND == "jax":
+        import jax
+
+        return jax.lax.mul(x, jax.numpy.full(x.shape, 0.5, "float32"))
+    import torch
+
+    return torch.nn.functional.linear(x, torch.eye(x.shape[-1]) * 0.5)
+
+
+class Cell(layers.Layer):
+    """Its state is float32, whatever it computes in."""
+
+    state_size = output_size = 4
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 4))
+
+    def get_initial_state(self, batch_size=None):
+        return [ops.zeros((batch_size, 4), "float32")]
+
+    def call(self, x, states):
+        product = ops.cast(ops.matmul(x, self.kernel), "float32")
+        state = states[0] + product
+        return state, [state]
+
+
+SEQUENCE = layers.Reshape((2, 2))
+OWN = {
+    "Dense": lambda: [layers.Dense(4, activation=with_constants)],
+    "partial": lambda: [
+        layers.Dense(4, activation=functools.partial(with_constants)),
+    ],
+    "Conv1D": lambda: [SEQUENCE, layers.Conv1D(4, 2, activation=with_constants)],
+    "Activation": lambda: [layers.Activation(with_constants)],
+    "SimpleRNN": lambda: [SEQUENCE, layers.SimpleRNN(4, activation=with_constants)],
+    "GRU": lambda: [SEQUENCE, layers.GRU(4, activation=with_constants)],
+    "LSTM": lambda: [SEQUENCE, layers.LSTM(4, recurrent_activation=with_constants)],
+    "TimeDistributed": lambda: [
+        SEQUENCE,
+        layers.TimeDistributed(layers.Dense(4, activation=with_constants)),
+    ],
+    "RNN": lambda: [SEQUENCE, layers.RNN(Cell())],
+}
+
+
+def own_model(name, kind):
+    made = [*OWN[name](), layers.Flatten(), layers.Dense(2)]
+    if kind == "sequential":
+        return keras.Sequential(made)
+    inputs = x = keras.Input((4,))
+    for layer in made:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+@pytest.mark.parametrize("kind", ["functional", "sequential"])
+@pytest.mark.parametrize("name", OWN)
+def test_layers_of_keras_that_run_the_users_code_train_as_in_float32(name, kind):
+    def losses():
+        keras.utils.set_random_seed(0)
+        model = own_model(name, kind)
+        model.compile("sgd", "mse")
+        return model, model.fit(X, Y, epochs=2, verbose=0).history["loss"]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, found = losses()
+    with keras_mp.policy_scope("float32"):
+        _, wanted = losses()
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[HALF]
+    np.testing.assert_allclose(found, wanted, rtol=6 * 8**0.5 * unit)
+    said = [str(w.message) for w in caught if "mixes dtypes" in str(w.message)]
+    if (BACKEND, name) == ("torch", "RNN"):
+        assert said == []  # torch promotes.
+        return
+    (message,) = said
+    # On torch, which promotes, a cell alone.
+    own = [
+        x for x in model._flatten_layers() if f"on the {type(x).__name__}," in message
+    ]
+    assert {x.compute_dtype for x in own[:1]} == {"float32"}

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp.backends import engine
+from keras_mp.backends.leaves import leaves
 from keras_mp.policies.record import record_of, records
 
 layers = keras.layers
@@ -17,10 +19,28 @@ def is_graph(layer: Any) -> bool:
     return isinstance(layer, (keras.Sequential, private.Functional))
 
 
-def is_keras_own(layer: Any) -> bool:
-    """Is its class one of Keras? A Lambda's function is not."""
-    module = type(layer).__module__.split(".")[0]
-    return module == "keras" and not isinstance(layer, layers.Lambda)
+def users_code(layer: Any) -> str:
+    """What of the user's a layer runs: its "`call`", a "function"; empty if nothing.
+
+    Keras' own layers run the functions and the cells that they are given.
+    """
+    if not _is_of_keras(type(layer)):
+        return "`call`"
+    if isinstance(layer, layers.Lambda):
+        return "function"
+    for name in ("activation", "recurrent_activation"):
+        given = getattr(layer, name, None)
+        while isinstance(given, functools.partial):
+            given = given.func
+        if given is not None and not _is_of_keras(given):
+            return f"`{name}`"
+    if any(map(users_code, parts_of(layer))):
+        return "`cell`" if isinstance(layer, layers.RNN) else "layer"
+    return ""
+
+
+def _is_of_keras(x: Any) -> bool:
+    return (getattr(x, "__module__", None) or "").split(".")[0] == "keras"
 
 
 def children_of(layer: Any) -> list[Any]:
@@ -100,12 +120,19 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
         record.first_input = first
-    if not (is_graph(layer) or is_keras_own(layer)):
+    if users_code(layer) and not is_graph(layer):
         record.called_with = keras.tree.map_structure(_symbolic, (args, kwargs))
 
 
+def note_result(layer: Any, result: Any) -> None:
+    """Remembers whether a call has run, on values, what it has of the user's."""
+    symbolic = isinstance(next(leaves(result), None), keras.KerasTensor)
+    untried = symbolic or engine.only_shapes()
+    record_of(layer).untried = untried and bool(users_code(layer))
+
+
 def called_with(layer: Any) -> tuple[tuple, dict[str, Any]] | None:
-    """What a layer of the user's, or a model without a graph, was first called with.
+    """What a layer that runs code of the user's was first called with.
 
     Arrays and tensors are symbolic tensors in it.
     """

@@ -5,7 +5,9 @@ the layer's own, such as random draws, a mask or a constant. And some operations
 as a Fourier transform, take no float16 on any backend.
 """
 
+import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +17,13 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.display.messages import warn
+from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import (
     decision_for,
     first_call,
     keep_in_float32,
 )
-from keras_mp.policies.layers import is_keras_own, layer_path, policy_of
+from keras_mp.policies.layers import layer_path, policy_of, users_code
 from keras_mp.policies.record import Precision
 from keras_mp.policies.stock_rules import MIXES_DTYPES
 
@@ -33,33 +36,61 @@ _REMEDY = "keep it in float32 with"
 _ADDED_BY_KERAS = "Arguments received by"
 
 
+# The layers that were kept within the outermost first call of this thread.
+_thread = threading.local()
+
+
 def first_result(layer: Any, call: Callable[[], Any]) -> Any:
     """What a layer's first call returns.
 
-    If a policy of ours chose half precision for a layer of the user's, and its call
-    fails because of dtypes, it is called again in float32 and stays there. If that
-    fails as well, the layer gets its policy back. A model and a layer with state are
-    not called twice: their error gets a note with the remedy.
+    If a policy of ours chose half precision for a layer that runs code of the user's,
+    and its call fails because of dtypes, it is called again in float32 and stays there.
+    If that fails as well, the layer gets its policy back. A model and a layer with
+    state are not called twice: their error gets a note with the remedy.
     """
-    try:
-        with first_call(layer):
-            return call()
-    except engine.dtype_errors as error:
-        if engine.only_shapes() or not may_be_kept(layer) or not is_of_dtypes(error):
-            raise
-        if isinstance(layer, keras.Model) or _has_state(layer):
-            error.add_note(_note(layer))
-            raise
-        before = Precision(private.layers_in(layer))
-        keep(layer)
+    with _telling() as kept:
+        inside = len(kept)
         try:
             with first_call(layer):
-                result = call()
-        except Exception:
-            before.put_back()
-            raise error from None
-    tell(layer)
-    return result
+                return call()
+        except engine.dtype_errors as error:
+            if (
+                engine.only_shapes()
+                or not may_be_kept(layer)
+                or not is_of_dtypes(error)
+            ):
+                raise
+            if isinstance(layer, keras.Model) or _has_state(layer):
+                error.add_note(_note(layer))
+                raise
+            before = Precision(private.layers_in(layer))
+            keep(layer)
+            try:
+                with first_call(layer):
+                    result = call()
+            except Exception:
+                before.put_back()
+                raise error from None
+        symbolic.note_float32(layer)
+        kept[inside:] = [layer]  # It says more than those inside it.
+        return result
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[list[Any]]:
+    """Warns of the layers that are kept in float32 within the outermost such call."""
+    outer = getattr(_thread, "kept", None)
+    if outer is not None:
+        yield outer
+        return
+    kept: list[Any] = []
+    _thread.kept = kept
+    try:
+        yield kept
+    finally:
+        _thread.kept = None
+        for layer in kept:
+            tell(layer)
 
 
 def keep(layer: Any) -> None:
@@ -72,18 +103,18 @@ def tell(layer: Any) -> None:
     warn(
         f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
         f"from here on. Declare it with {_declaration(layer)}, or cast in its "
-        f"{_body(layer)}: `ops.cast(y, x.dtype)`."
+        f"{users_code(layer)}: `ops.cast(y, x.dtype)`."
     )
 
 
 def may_be_kept(layer: Any) -> bool:
-    """Is it a layer of the user's for which a policy of ours chose half precision?"""
+    """Does it run code of the user's in half precision that a policy of ours chose?"""
     decision = decision_for(layer)
     return (
         decision is not None
         and decision.rule is None
         and policy_of(layer).compute_dtype in HALF
-        and not is_keras_own(layer)
+        and bool(users_code(layer))
     )
 
 
@@ -117,17 +148,14 @@ def _has_state(layer: Any) -> bool:
 def _note(layer: Any) -> str:
     return (
         f"{layer_path(layer)} computes in {policy_of(layer).compute_dtype}. If its "
-        f"{_body(layer)} mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or "
+        f"{users_code(layer)} mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or "
         f"{_REMEDY} {_declaration(layer)}."
     )
 
 
-def _body(layer: Any) -> str:
-    return "function" if isinstance(layer, keras.layers.Lambda) else "`call`"
-
-
 def _declaration(layer: Any) -> str:
-    """How to keep the layer in float32; the class of a Lambda is Keras' own."""
-    if isinstance(layer, keras.layers.Lambda):
-        return '`dtype="float32"` on the Lambda'
-    return f"`@keras_mp.keep_float32` on the class {type(layer).__name__}"
+    """How to keep the layer in float32; its class may be Keras' own."""
+    name = type(layer).__name__
+    if users_code(layer) == "`call`":
+        return f"`@keras_mp.keep_float32` on the class {name}"
+    return f'`dtype="float32"` on the {name}'

@@ -21,6 +21,7 @@ _REMEMBERED = (
     "path",
     "first_input",
     "called_with",
+    "untried",
     "returned",
     "keeps_input_dtypes",
     "mixes",
@@ -37,7 +38,8 @@ class Record:
         chosen: the policy under which it was last called for the first time.
         path: where it was first called, for a layer to which Keras gives no path.
         first_input: what it was first called with, symbolic: shape and dtype.
-        called_with: for a layer of the user's class, what it was first called with.
+        called_with: for a layer that runs code of the user's, its first arguments.
+        untried: whether it has code of the user's that has not run on values yet.
         returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
         keeps_input_dtypes: whether Keras' cast of its inputs was turned off.
@@ -59,6 +61,7 @@ class Record:
         self.path = ""
         self.first_input: keras.KerasTensor | None = None
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
+        self.untried = False
         self.returned: Any = None
         self.keeps_input_dtypes = False
         self.mixes = False

@@ -56,6 +56,13 @@ def call_like(node: Any, operation: Any) -> None:
     _call(operation, args, kwargs)
 
 
+def note_float32(layer: Any) -> None:
+    """Corrects the dtypes of what a layer returned in graphs: it is in float32 now."""
+    for node in private.calls_of(layer):
+        for tensor in filter(is_half, node.outputs):
+            private.set_symbolic_dtype(tensor, "float32")
+
+
 def forget_traces(model: Any) -> None:
     """Drops the traces of a model, because they keep the dtypes that they had."""
     for name in ("train_function", "test_function", "predict_function"):
