@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import pytest
 from backends import BACKEND, POLICIES, values
-from keras import layers
+from keras import layers, ops
 
 import keras_mp
+from keras_mp.policies import missing_kernels, mixed_dtypes
 from sweeps.missing_kernels import (
     CALLERS,
     NOT_IN_FLOAT32,
@@ -146,6 +147,29 @@ def test_a_file_of_the_model_says_so(half, tmp_path):
     assert messages == [] and dtypes_of(opened)["svd"] == "float32"
 
 
+class Counting(layers.Layer):
+    """Has a state, which a second call of the layer would move on again."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return ops.svd(x)[1]
+
+    def compute_output_shape(self, shape):
+        return shape[:-1]
+
+
+@pytest.mark.parametrize("half", MISSED)
+@pytest.mark.filterwarnings("ignore:.*mixes dtypes")
+def test_a_layer_with_state_counts_its_steps(half):
+    keras_mp.set_global_policy(half)
+    counting = Counting(name="counting")
+    fit(model_of(counting), epochs=3)
+    assert float(counting.calls.value) == 6 and counting.compute_dtype == "float32"
+
+
 class Failing(layers.Layer):
     def call(self, x):
         raise TypeError(f"dtype {x.dtype} is no good")
@@ -169,6 +193,23 @@ def test_what_fails_in_float32_as_well_or_for_something_else_fails(layer_class):
         told(lambda: fit(model))
     assert dtypes_of(model) == before
     assert all(np.isfinite(value).all() for value in values(model.weights))
+
+
+def test_an_interrupt_of_the_search_changes_nothing(monkeypatch):
+    keras_mp.set_global_policy("mixed_float16")
+    model = model_of(Operation("svd", name="svd"))
+    before = dtypes_of(model)
+
+    def interrupted(layer):
+        if layer.compute_dtype == "float32":
+            raise KeyboardInterrupt
+        return True
+
+    monkeypatch.setattr(missing_kernels, "_fails", interrupted)
+    monkeypatch.setattr(mixed_dtypes, "may_be_kept", lambda layer: layer.name == "svd")
+    with pytest.raises(KeyboardInterrupt):
+        missing_kernels.mended(model, TypeError("float16"))
+    assert dtypes_of(model) == before
 
 
 def test_a_model_without_layers_of_the_user_takes_its_first_step_as_ever(monkeypatch):

@@ -54,9 +54,14 @@ def _kept(model: Any, layer: Any) -> bool:
         return False
     before = Precision(private.layers_in(layer))
     ours = own_calls if isinstance(layer, keras.Model) else mixed_dtypes
-    ours.keep(layer)
-    if _fails(layer):
-        before.put_back()
+    mends = False
+    try:
+        ours.keep(layer)
+        mends = not _fails(layer)
+    finally:
+        if not mends:
+            before.put_back()
+    if not mends:
         return False
     ours.tell(layer)
     note_changed(model, [layer])

@@ -57,6 +57,7 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
             if (
                 engine.only_shapes()
                 or not may_be_kept(layer)
+                or is_told(error)
                 or not is_of_dtypes(error)
             ):
                 raise
@@ -68,9 +69,9 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
             try:
                 with first_call(layer):
                     result = call()
-            except Exception:
+            except BaseException as second:
                 before.put_back()
-                raise error from None
+                raise (error if isinstance(second, Exception) else second) from None
         symbolic.note_float32(layer)
         kept[inside:] = [layer]  # It says more than those inside it.
         return result
@@ -118,10 +119,13 @@ def may_be_kept(layer: Any) -> bool:
     )
 
 
+def is_told(error: Exception) -> bool:
+    """Has a layer inside named itself in the error?"""
+    return any(_REMEDY in note for note in getattr(error, "__notes__", ()))
+
+
 def is_of_dtypes(error: Exception) -> bool:
-    """Does the error say that dtypes do not match? Not if a layer inside has told."""
-    if any(_REMEDY in note for note in getattr(error, "__notes__", ())):
-        return False
+    """Does the error say that dtypes do not match, or have no kernel?"""
     return any(
         _OF_DTYPES.search(str(reason).split(_ADDED_BY_KERAS)[0])
         for reason in _reasons(error)

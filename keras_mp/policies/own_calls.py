@@ -24,7 +24,7 @@ from keras_mp.display.messages import warn
 from keras_mp.policies import inputs
 from keras_mp.policies.choosing import decision_for, keep_own_call_in_float32
 from keras_mp.policies.layers import is_graph, layer_path, policy_of
-from keras_mp.policies.mixed_dtypes import is_of_dtypes
+from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
 from keras_mp.policies.record import Precision, record_of, records
 
 # The threads whose innermost call is that of such a model itself, not of a layer in it.
@@ -120,7 +120,8 @@ class _Mended:
         try:
             return self._call(*args, **kwargs)
         except engine.dtype_errors as error:
-            if engine.only_shapes() or not is_of_dtypes(error) or not _is_half(model):
+            of_dtypes = is_of_dtypes(error) and not is_told(error)
+            if engine.only_shapes() or not of_dtypes or not _is_half(model):
                 raise
             before = Precision([model])
             keep(model)
