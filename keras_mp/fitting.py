@@ -13,6 +13,7 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
+from keras_mp.backends.interface import replaced
 from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.loss_scaling import retaking, stage, unscaled
 from keras_mp.loss_scaling.models import watched_for_underflow, wrap_optimizers
@@ -103,7 +104,10 @@ def _watch_skips(model: Any) -> None:
         retakes = scaling is None or scaling.retakes
         once = retaking_it if retakes else train_function
         if first:
-            first, once = False, functools.partial(_first_step, model, once)
+            first, once = (
+                False,
+                functools.partial(_first_step, model, "train_function", once),
+            )
         reference = next_calls.pop(model, None) if next_calls else None
         made_by = reference and reference()
         return made_by(once, args) if made_by else once(*args)
@@ -112,13 +116,43 @@ def _watch_skips(model: Any) -> None:
     model.train_function = functools.wraps(keras_own)(attaching)
 
 
-def _first_step(model: Any, train_function: Callable, *args: Any) -> Any:
-    """Takes the step, once more if it fails for dtypes and that can be mended."""
-    if engine.other_workers(model) or (
-        model.built and not missing_kernels.suspects(model)
-    ):
-        return train_function(*args)
-    current = train_function
+def make_function(model: Any, name: str, original: Callable, force: bool) -> None:
+    """Makes the test or predict function by Keras' `original`, with what is ours."""
+    before = getattr(model, name)
+    step_name = name.replace("function", "step")
+    # Its own object: JAX would take what was traced of an equal one.
+    own = functools.partial(getattr(model, step_name))
+    with replaced(model, step_name, own):
+        original(model, force)
+    made = getattr(model, name)
+    if made is before:
+        return
+    # An eager step takes nothing, and interrupts need not wait for it.
+    compiled = model.jit_compile and not model.run_eagerly
+    step = engine.keeping_state(model, made) if compiled else made
+    attaching = engine.attaching(model, step)
+
+    @functools.wraps(made)
+    def first(*args: Any) -> Any:
+        result = _first_step(model, name, attaching, *args)
+        if getattr(model, name) is first:
+            setattr(model, name, attaching)
+        return result
+
+    setattr(model, name, first)
+
+
+def _first_step(model: Any, name: str, function: Callable, *args: Any) -> Any:
+    """Takes the step, once more if it fails for dtypes and that can be mended.
+
+    Args:
+        name: the attribute of the model that Keras has `function` in.
+    """
+    several = model.steps_per_execution > 1 and name == "predict_function"
+    nothing = model.built and not missing_kernels.suspects(model)
+    if several or nothing or engine.other_workers(model):
+        return function(*args)
+    current = function
 
     def take(batch: Any, state: Any, once: Callable) -> tuple[Any, Any]:
         nonlocal current
@@ -132,10 +166,12 @@ def _first_step(model: Any, train_function: Callable, *args: Any) -> Any:
             with engine.attached(model, state):
                 if not missing_kernels.mended(model, error):
                     raise
-            model.make_train_function()  # Not there any more after an error in a trace.
-            current = model.train_function
+            getattr(model, f"make_{name}")()  # An error in a trace takes it away.
+            current = getattr(model, name)
         return once(state)
 
+    if name == "predict_function" and len(args) == 1:  # These are the batches.
+        return take(None, None, lambda _: (current(*args), None))[0]
     count = model.steps_per_execution
     return engine.run_by_batch(lambda *args: current(*args), args, count, take)
 

@@ -19,7 +19,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
     Trainer.evaluate, predict    leave a model its values on JAX if they are interrupted
-    Trainer.make_test_function, make_predict_function  the same
+    Trainer.make_test_function, make_predict_function  the same; they watch first steps
     Trainer.fit, evaluate, predict  leave torch's grad mode as it was
     Model.export                 files for LiteRT compute in float32
     Model.save, save_weights     one process writes the file of a sharded model
@@ -150,6 +150,8 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("get_compile_config", keras.Model, _get_compile_config),
         ("compile_from_config", keras.Model, _compile_from_config),
         ("make_train_function", keras.Model, _make_train_function),
+        ("make_test_function", keras.Model, _make("test_function")),
+        ("make_predict_function", keras.Model, _make("predict_function")),
         ("get_metrics_result", keras.Model, _get_metrics_result),
         ("export", keras.Model, _export),
         ("save", keras.Model, _save),
@@ -433,6 +435,16 @@ def _make_train_function(original: Callable) -> Callable:
         fitting.make_train_function(self, original, force)
 
     return make_train_function
+
+
+def _make(name: str) -> Callable[[Callable], Callable]:
+    def seam(original: Callable) -> Callable:
+        def make(self: Any, force: bool = False) -> Any:
+            fitting.make_function(self, name, original, force)
+
+        return make
+
+    return seam
 
 
 def _get_metrics_result(original: Callable) -> Callable:

@@ -230,3 +230,34 @@ def test_a_model_without_layers_of_the_user_takes_its_first_step_as_ever(monkeyp
 
 def test_the_table_names_what_float32_cannot_do():
     assert {operation for _, operation in NOT_IN_FLOAT32} <= {*OPERATIONS}
+
+
+def evaluated(model):
+    return [model.evaluate(X, Y, batch_size=4, verbose=0)]
+
+
+def predicted(model):
+    return [model.predict(X, batch_size=4, verbose=0)]
+
+
+USES = {
+    "evaluate": evaluated,
+    "predict": predicted,
+    "test_on_batch": lambda model: [model.test_on_batch(X, Y)],
+    "predict_on_batch": lambda model: [model.predict_on_batch(X)],
+    "call": lambda model: [ops.convert_to_numpy(ops.stop_gradient(model(X)))],
+}
+
+
+@pytest.mark.parametrize("caller", ["functional", "subclassed", "own call"])
+@pytest.mark.parametrize("use", USES)
+def test_a_model_that_is_converted_is_used_before_it_trains(use, caller):
+    model = CALLERS[caller]("svd")
+    model.compile("sgd", "mse")
+    wanted = USES[use](model)
+    keras_mp.convert(model, "mixed_float16")
+    found, messages = told(lambda: USES[use](model))
+    np.testing.assert_allclose(found[0], wanted[0], rtol=0.02, atol=0.02)
+    assert len(messages) == 1
+    _, again = told(lambda: USES[use](model))
+    assert again == [] and len(values(model.optimizer.variables)) > 0

@@ -6,7 +6,7 @@ without a docstring implements the method of the same name here.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras_mp.keras_private as private
@@ -19,6 +19,19 @@ BFLOAT16 = "bfloat16"
 HALF = ("float16", BFLOAT16)
 
 Wrapper = Callable[[Callable], Callable]
+
+
+@contextlib.contextmanager
+def replaced(model: Any, name: str, step: Callable) -> Iterator[None]:
+    """Has another step in the place of a model's own."""
+    attributes = vars(model)
+    before = {k: v for k, v in attributes.items() if k == name}
+    try:
+        attributes[name] = step
+        yield
+    finally:
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 def around(
@@ -76,15 +89,8 @@ class Engine(Step, Batches, Measures, Shards):
         Keras on JAX and TensorFlow reads `train_step` once, in this call. The user's
         own `train_step`, a method or an attribute of the instance, does not change.
         """
-        attributes = vars(model)
-        before = {k: v for k, v in attributes.items() if k == "train_step"}
-        wrapped = wrap(model.train_step)
-        try:
-            attributes["train_step"] = wrapped
+        with replaced(model, "train_step", wrap(model.train_step)):
             original(model, force)
-        finally:
-            attributes.pop("train_step", None)
-            attributes.update(before)
 
     def build(self, model: Any, data: Any) -> None:
         """Builds a model now if its first train step would build it."""

@@ -127,7 +127,7 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 def note_result(layer: Any, result: Any) -> None:
     """Remembers whether a call has run, on values, what it has of the user's."""
     symbolic = isinstance(next(leaves(result), None), keras.KerasTensor)
-    untried = symbolic or engine.only_shapes()
+    untried = symbolic or engine.only_shapes() or engine.is_tracing()
     record_of(layer).untried = untried and bool(users_code(layer))
 
 

@@ -50,22 +50,23 @@ def _may_miss(layer: Any) -> bool:
 
 
 def _kept(model: Any, layer: Any) -> bool:
-    if not _fails(layer):
-        return False
     before = Precision(private.layers_in(layer))
     ours = own_calls if isinstance(layer, keras.Model) else mixed_dtypes
     mends = False
     try:
-        ours.keep(layer)
-        mends = not _fails(layer)
+        if _fails(layer):
+            ours.keep(layer)
+            mends = not _fails(layer)
+            if mends:
+                ours.tell(layer)
+        else:  # A first call on values mends the layer itself.
+            mends = not _may_miss(layer)
     finally:
         if not mends:
             before.put_back()
-    if not mends:
-        return False
-    ours.tell(layer)
-    note_changed(model, [layer])
-    return True
+    if mends:
+        note_changed(model, [layer])
+    return mends
 
 
 def _fails(layer: Any) -> bool:

@@ -77,12 +77,13 @@ class JaxBatches(Batches):
 
     @contextlib.contextmanager
     def attached(self, model: Any, state: Any) -> Iterator[None]:
+        parts = _by_part(state)
         try:
-            private.attach_state(model, _by_part(state))
+            private.attach_state(model, parts)
             yield
         finally:
             # `fit` had detached the variables, and goes on with the state.
-            private.detach_state(model, _PARTS)
+            private.detach_state(model, parts)
 
     def other_workers(self, model: Any) -> str:
         processes = jax.process_count()
