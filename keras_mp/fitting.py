@@ -104,10 +104,8 @@ def _watch_skips(model: Any) -> None:
         retakes = scaling is None or scaling.retakes
         once = retaking_it if retakes else train_function
         if first:
-            first, once = (
-                False,
-                functools.partial(_first_step, model, "train_function", once),
-            )
+            first = False
+            once = functools.partial(_first_step, model, "train_function", once)
         reference = next_calls.pop(model, None) if next_calls else None
         made_by = reference and reference()
         return made_by(once, args) if made_by else once(*args)
