@@ -18,9 +18,9 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Trainer.compile_from_config  reads that from the file
     Trainer.make_train_function  watches the train step
     Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
-    Trainer.evaluate, predict    leave a model its values on JAX if they are interrupted
+    Trainer.fit, evaluate, predict  if interrupted, leave a model its values on JAX, and
+                                 torch's grad mode as it was
     Trainer.make_test_function, make_predict_function  the same; they watch first steps
-    Trainer.fit, evaluate, predict  leave torch's grad mode as it was
     Model.export                 files for LiteRT compute in float32
     Model.save, save_weights     one process writes the file of a sharded model
     Optimizer.apply              warns if float16 layers lack loss scaling, or if

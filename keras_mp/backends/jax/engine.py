@@ -116,7 +116,8 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
         }
 
     def interruptible(self) -> dict[str, Wrapper]:
-        return dict.fromkeys(("evaluate", "predict"), interruptible.ends_with_values)
+        verbs = "fit", "evaluate", "predict"
+        return dict.fromkeys(verbs, interruptible.ends_with_values)
 
 
 engine = JaxEngine()
