@@ -80,12 +80,17 @@ def lines_that_put_back(file):
     return lines
 
 
+def can_come():
+    """Does an interrupt come here, and is not held back?"""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def traced(function, see):
     """Runs a function; `see(file, line)` is called for each line of the package."""
 
     def local(frame, event, argument):
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and line not in lines_that_put_back(file):
+        if event == "line" and line not in lines_that_put_back(file) and can_come():
             see(file, line)
         return local
 
