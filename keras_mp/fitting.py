@@ -9,17 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import first_step
 from keras_mp.backends import engine
-from keras_mp.backends.interface import replaced
 from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.loss_scaling import retaking, stage, unscaled
 from keras_mp.loss_scaling.models import watched_for_underflow, wrap_optimizers
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies import missing_kernels
-from keras_mp.policies.own_calls import state_of
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 
@@ -105,80 +102,13 @@ def _watch_skips(model: Any) -> None:
         once = retaking_it if retakes else train_function
         if first:
             first = False
-            once = functools.partial(_first_step, model, "train_function", once)
+            once = functools.partial(first_step.take, model, "train_function", once)
         reference = next_calls.pop(model, None) if next_calls else None
         made_by = reference and reference()
         return made_by(once, args) if made_by else once(*args)
 
     attaching = engine.attaching(model, step)
     model.train_function = functools.wraps(keras_own)(attaching)
-
-
-def make_function(model: Any, name: str, original: Callable, force: bool) -> None:
-    """Makes the test or predict function by Keras' `original`, with what is ours."""
-    before = getattr(model, name)
-    step_name = name.replace("function", "step")
-    # Its own object: JAX would take what was traced of an equal one.
-    own = functools.partial(getattr(model, step_name))
-    with replaced(model, step_name, own):
-        original(model, force)
-    made = getattr(model, name)
-    if made is before:
-        return
-    # An eager step takes nothing, and interrupts need not wait for it.
-    compiled = model.jit_compile and not model.run_eagerly
-    step = engine.keeping_state(model, made) if compiled else made
-    attaching = engine.attaching(model, step)
-
-    @functools.wraps(made)
-    def first(*args: Any) -> Any:
-        result = _first_step(model, name, attaching, *args)
-        if getattr(model, name) is first:
-            setattr(model, name, attaching)
-        return result
-
-    setattr(model, name, first)
-
-
-def _first_step(model: Any, name: str, function: Callable, *args: Any) -> Any:
-    """Takes the step, once more if it fails for dtypes and that can be mended.
-
-    Args:
-        name: the attribute of the model that Keras has `function` in.
-    """
-    several = model.steps_per_execution > 1 and name == "predict_function"
-    nothing = model.built and not missing_kernels.suspects(model)
-    if several or nothing or engine.other_workers(model):
-        return function(*args)
-    current = function
-
-    def take(batch: Any, state: Any, once: Callable) -> tuple[Any, Any]:
-        nonlocal current
-        changing = _changed_by_a_step(model) if state is None else []
-        before = [(variable, ops.copy(variable.value)) for variable in changing]
-        try:
-            return once(state)
-        except engine.dtype_errors as error:
-            for variable, value in before:
-                variable.assign(value)
-            with engine.attached(model, state):
-                if not missing_kernels.mended(model, error):
-                    raise
-            getattr(model, f"make_{name}")()  # An error in a trace takes it away.
-            current = getattr(model, name)
-        return once(state)
-
-    if name == "predict_function" and len(args) == 1:  # These are the batches.
-        return take(None, None, lambda _: (current(*args), None))[0]
-    count = model.steps_per_execution
-    return engine.run_by_batch(lambda *args: current(*args), args, count, take)
-
-
-def _changed_by_a_step(model: Any) -> list[Any]:
-    """The variables that a step writes before it updates weights."""
-    weights = set(map(id, model.weights))
-    seeds = [v for v in model.non_trainable_variables if id(v) not in weights]
-    return [*state_of(model), *seeds, *model.metrics_variables]
 
 
 def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp import fitting
+from keras_mp import first_step, fitting
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.config import note_global_policy, restore_global_policy, show_scope
@@ -440,7 +440,7 @@ def _make_train_function(original: Callable) -> Callable:
 def _make(name: str) -> Callable[[Callable], Callable]:
     def seam(original: Callable) -> Callable:
         def make(self: Any, force: bool = False) -> Any:
-            fitting.make_function(self, name, original, force)
+            first_step.make_function(self, name, original, force)
 
         return make
 

@@ -1,6 +1,7 @@
 """What tests ask of a backend: its name, gradients of a function, compiled steps."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -23,6 +24,15 @@ def computes(model):
 
 def values(variables):
     return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+
+
+def told(call):
+    """What a call returns, and what it says of mixed dtypes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    said = [str(w.message) for w in caught]
+    return result, [message for message in said if "mixes dtypes" in message]
 
 
 def state_of(model):

@@ -181,7 +181,7 @@ HOWS += [by_a_signal_within_a_step] if BACKEND == "jax" else []
 @pytest.mark.parametrize("verb", VERBS)
 def test_they_leave_a_model_its_values(verb, how, monkeypatch):
     if "on_batch" in verb and how in (by_a_callback, by_the_data):
-        pytest.skip("it has neither")
+        pytest.skip("test_on_batch takes neither callbacks nor a dataset")
     model = raising_model()
     fit(model)
     before = values(model.weights)

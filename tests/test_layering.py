@@ -30,7 +30,7 @@ ROOMS = [
     ["config"],
     ["rounding"],
     ["loss_scaling"],
-    ["conversion", "fitting", "sharding"],
+    ["conversion", "first_step", "fitting", "sharding"],
     ["seams"],
     ["diagnostics"],
     ["callbacks"],

@@ -5,15 +5,15 @@ one way, and one operation by every caller, and in every way.
 """
 
 import itertools
-import warnings
 
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, POLICIES, values
+from backends import BACKEND, POLICIES, told, values
 from keras import layers, ops
 
 import keras_mp
+from keras_mp.backends import engine
 from keras_mp.policies import missing_kernels, mixed_dtypes
 from sweeps.missing_kernels import (
     CALLERS,
@@ -49,15 +49,6 @@ MISSED = ["mixed_float16"] if BACKEND == "tensorflow" else list(POLICIES)
 @pytest.mark.filterwarnings("ignore:.*mixes dtypes")
 def test_a_model_with_it_trains_as_in_float32(case):
     assert disagreement(case) < 1
-
-
-def told(call):
-    """What a call returns, and what it says of mixed dtypes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    said = [str(w.message) for w in caught]
-    return result, [message for message in said if "mixes dtypes" in message]
 
 
 def fit(model, **options):
@@ -213,13 +204,11 @@ def test_an_interrupt_of_the_search_changes_nothing(monkeypatch):
 
 
 def test_a_model_without_layers_of_the_user_takes_its_first_step_as_ever(monkeypatch):
-    from keras_mp import fitting
-
-    monkeypatch.setattr(fitting.missing_kernels, "mended", None)
+    monkeypatch.setattr(missing_kernels, "mended", None)
     reads = []
-    read = type(fitting.engine).run_by_batch
+    read = type(engine).run_by_batch
     monkeypatch.setattr(
-        type(fitting.engine),
+        type(engine),
         "run_by_batch",
         lambda *args: reads.append(args) or read(*args),
     )

@@ -6,12 +6,11 @@ Of its table, each kind is called in one way, and two kinds in every way.
 import contextlib
 import itertools
 import threading
-import warnings
 
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND, POLICIES, dtype_of, values
+from backends import BACKEND, POLICIES, dtype_of, told, values
 from keras import ops
 from products import products_of
 
@@ -57,15 +56,6 @@ class Residual(keras.Model):
 
     def get_config(self):
         return super().get_config()
-
-
-def told(call):
-    """What a call returns, and what it says of mixed dtypes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    said = [str(w.message) for w in caught]
-    return result, [message for message in said if "mixes dtypes" in message]
 
 
 @does_not_promote

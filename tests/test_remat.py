@@ -93,7 +93,7 @@ def test_every_kernel_moves_in_each_of_several_models(policy):
                 assert np.any(ops.convert_to_numpy(variable) != value), variable.path
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="there the second run calls Python")
+@pytest.mark.skipif(BACKEND != "torch", reason="elsewhere no Python runs twice")
 def test_the_second_run_reads_the_weights_as_the_first_did():
     seen = []
 

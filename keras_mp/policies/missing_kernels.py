@@ -1,4 +1,4 @@
-"""Layers whose operations have no half precision, found when a train step fails.
+"""Layers whose operations have no half precision, found when a step fails.
 
 The first call of a layer is often symbolic, or in a trace, and shows no missing kernel:
 those of linear algebra and of Fourier transforms are missed when a step is compiled or

@@ -1,0 +1,83 @@
+"""The first step of a train, test or predict function, which may fail for dtypes.
+
+It is taken once more, with the same batch and the state as it was, if what failed can
+go on in float32: see `policies/missing_kernels.py`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+from keras_mp.backends import engine
+from keras_mp.backends.interface import replaced
+from keras_mp.policies import missing_kernels
+from keras_mp.policies.own_calls import state_of
+
+
+def make_function(model: Any, name: str, original: Callable, force: bool) -> None:
+    """Makes the test or predict function by Keras' `original`, with what is ours."""
+    before = getattr(model, name)
+    step_name = name.replace("function", "step")
+    # Its own object: JAX would take what was traced of an equal one.
+    own = functools.partial(getattr(model, step_name))
+    with replaced(model, step_name, own):
+        original(model, force)
+    made = getattr(model, name)
+    if made is before:
+        return
+    # An eager step takes nothing, and interrupts need not wait for it.
+    compiled = model.jit_compile and not model.run_eagerly
+    step = engine.keeping_state(model, made) if compiled else made
+    attaching = engine.attaching(model, step)
+
+    @functools.wraps(made)
+    def first(*args: Any) -> Any:
+        result = take(model, name, attaching, *args)
+        if getattr(model, name) is first:
+            setattr(model, name, attaching)
+        return result
+
+    setattr(model, name, first)
+
+
+def take(model: Any, name: str, function: Callable, *args: Any) -> Any:
+    """Takes the step, once more if it fails for dtypes and that can be mended.
+
+    Args:
+        name: the attribute of the model that Keras has `function` in.
+    """
+    several = model.steps_per_execution > 1 and name == "predict_function"
+    nothing = model.built and not missing_kernels.suspects(model)
+    if several or nothing or engine.other_workers(model):
+        return function(*args)
+    current = function
+
+    def take_one(batch: Any, state: Any, once: Callable) -> tuple[Any, Any]:
+        nonlocal current
+        changing = _changed_by_a_step(model) if state is None else []
+        before = [(variable, ops.copy(variable.value)) for variable in changing]
+        try:
+            return once(state)
+        except engine.dtype_errors as error:
+            for variable, value in before:
+                variable.assign(value)
+            with engine.attached(model, state):
+                if not missing_kernels.mended(model, error):
+                    raise
+            getattr(model, f"make_{name}")()  # An error in a trace takes it away.
+            current = getattr(model, name)
+        return once(state)
+
+    if name == "predict_function" and len(args) == 1:  # These are the batches.
+        return take_one(None, None, lambda _: (current(*args), None))[0]
+    count = model.steps_per_execution
+    return engine.run_by_batch(lambda *args: current(*args), args, count, take_one)
+
+
+def _changed_by_a_step(model: Any) -> list[Any]:
+    """The variables that a step writes before it updates weights."""
+    weights = set(map(id, model.weights))
+    seeds = [v for v in model.non_trainable_variables if id(v) not in weights]
+    return [*state_of(model), *seeds, *model.metrics_variables]
