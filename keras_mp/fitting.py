@@ -19,6 +19,7 @@ from keras_mp.loss_scaling.models import watched_for_underflow, wrap_optimizers
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
+from keras_mp.still_kernels import KernelWatch
 
 
 def make_train_function(model: Any, original: Callable, force: bool) -> None:
@@ -86,6 +87,7 @@ def _watch_skips(model: Any) -> None:
     keras_own = model.train_function
     train_function = engine.keeping_state(model, keras_own)
     retaking_it = functools.partial(retaking.call, model, train_function)
+    kernels = KernelWatch(model)
     calls, first = 0, True
 
     def step(*args: Any) -> Any:
@@ -100,6 +102,8 @@ def _watch_skips(model: Any) -> None:
             scaling.steps_to_measure = True
         retakes = scaling is None or scaling.retakes
         once = retaking_it if retakes else train_function
+        if not kernels.done:
+            once = kernels.around(once, args)
         if first:
             first = False
             once = functools.partial(first_step.take, model, "train_function", once)

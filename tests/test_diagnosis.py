@@ -10,7 +10,7 @@ from backends import BACKEND, Chained, same_bits, values
 from keras import layers, ops
 
 import keras_mp
-from keras_mp.diagnostics.one_batch import gradients_of
+from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.policies.layers import policy_of
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")

@@ -30,7 +30,7 @@ ROOMS = [
     ["config"],
     ["rounding"],
     ["loss_scaling"],
-    ["conversion", "first_step", "fitting", "sharding"],
+    ["conversion", "first_step", "fitting", "sharding", "still_kernels"],
     ["seams"],
     ["diagnostics"],
     ["callbacks"],

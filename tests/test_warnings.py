@@ -18,7 +18,7 @@ from keras import layers, ops
 from test_layering import modules
 
 import keras_mp
-from keras_mp import sharding
+from keras_mp import sharding, still_kernels
 from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.diagnostics.breakpoint import model_file
@@ -136,6 +136,18 @@ class NoHalf(layers.Layer):
 def a_layer_that_mixes_dtypes(folder, monkeypatch):
     with keras_mp.policy_scope("mixed_float16"):
         keras.Sequential([keras.Input((3,)), layers.Dense(4), NoHalf()])
+
+
+@provokes("still_kernels._tell", "bit for bit what they were", "model.fit(")
+def a_kernel_that_float16_keeps_still(folder, monkeypatch):
+    monkeypatch.setattr(still_kernels, "STEPS", 1)
+    with keras_mp.policy_scope("mixed_float16"):
+        tiny = [layers.Rescaling(1e-7), layers.Rescaling(1e-7)]
+        model = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4), *tiny, layers.Dense(2)]
+        )
+    model.compile("sgd", "mse")
+    fit(model)
 
 
 class MixesNothing(keras.Model):

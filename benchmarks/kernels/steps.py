@@ -116,10 +116,14 @@ def _seams(way: str) -> Iterator[None]:
 
 
 def count_step(case: KernelCase, way: str) -> Count:
-    """Counts the second step of a case in one of `WAYS`; in float16, or "float32"."""
+    """Counts the third step of a case in one of `WAYS`; in float16, or "float32".
+
+    The first builds, and before the second `fit` notes what the weights are.
+    """
     x, y = _batch(case)
     with products_as_on_a_gpu():
         step = (_of_torch if way == AMP else _of_keras)(case, way, x, y)
+        step.run()
         step.run()
         return count(step.run, step.state())
 

@@ -117,6 +117,14 @@ class Engine(Step, Batches, Measures, Shards):
         """The optimizer's state in the arguments of a train function, only on JAX."""
         return None
 
+    def trainable_values(self, model: Any, args: Sequence[Any]) -> list[Any]:
+        """The values of a model's trainable variables, as a train function gets them.
+
+        Args:
+            args: the arguments of the train function; on JAX they hold the state.
+        """
+        return [variable.value for variable in model.trainable_variables]
+
     # What a model's layers ask -----------------------------------------------------
 
     def note_logits(self, outputs: Any) -> None:

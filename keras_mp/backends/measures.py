@@ -30,6 +30,14 @@ class Measures:
         """See `differentiation.differentiate`."""
         raise NotImplementedError
 
+    def sums_of_bits(self, value: Any) -> Any:
+        """Sums a tensor's elements, their bits read as integers, over all axes but one.
+
+        The last axis is left, except that of a vector. If the tensor changes, so do the
+        sums, except by a coincidence. They may wrap round.
+        """
+        raise NotImplementedError
+
     traces = True
     """Does the backend trace a model into a program?"""
 

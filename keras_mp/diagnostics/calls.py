@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -26,3 +26,28 @@ def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -
         yield
     finally:
         keras.Operation.__call__ = original
+
+
+@contextlib.contextmanager
+def results_through(pass_on: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Replaces each x that an operation returns with `pass_on(operation, x)`.
+
+    An operation is a layer or an operation of a graph. The cell of an RNN, which is
+    called at each step of a loop, is left alone.
+    """
+    within_loop = False
+
+    def make(operation: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+        nonlocal within_loop
+        if within_loop:
+            return call(*args, **kwargs)
+        within_loop = isinstance(operation, keras.layers.RNN)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            within_loop = False
+        passed = functools.partial(pass_on, operation)
+        return keras.tree.map_structure(passed, result)
+
+    with calls_made_by(make):
+        yield

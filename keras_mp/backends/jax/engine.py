@@ -53,6 +53,9 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
                 f"again. Call `{remedy}` instead."
             )
 
+    def trainable_values(self, model: Any, args: Sequence[Any]) -> list[Any]:
+        return args[0][0]
+
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         return args[0][2]
 

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
+from jax import lax
 
 from keras_mp.backends.devices import Device, parse_capability
 from keras_mp.backends.jax import constants
@@ -48,6 +50,13 @@ def differentiate(
         jax.jit(gradient) if compiled else gradient
     )(weights, zeros, values, arguments)
     return loss, seen, by_seen, by_variable
+
+
+@jax.jit
+def sums_of_bits(value: jax.Array) -> jax.Array:
+    integers = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(value, integers)
+    return bits.sum(range(value.ndim - 1) or None, dtype=jnp.uint32)
 
 
 def list_devices() -> list[Device]:
@@ -104,6 +113,7 @@ class JaxMeasures(Measures):
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiate)
+    sums_of_bits = staticmethod(sums_of_bits)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
     why_no_memory = "JAX has compiled no `train_step` whose memory it could report"

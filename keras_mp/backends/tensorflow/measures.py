@@ -31,6 +31,14 @@ def differentiate(
     return loss, seen, found[len(variables) :], found[: len(variables)]
 
 
+def sums_of_bits(value: tf.Tensor) -> tf.Tensor:
+    value = tf.convert_to_tensor(value)
+    bits = tf.bitcast(value, getattr(tf, f"int{8 * value.dtype.size}"))
+    # A GPU sums no narrower integers.
+    axes = range(len(value.shape) - 1) or None
+    return tf.reduce_sum(tf.cast(bits, tf.int64), axes)
+
+
 def list_devices() -> list[Device]:
     # Listing physical devices does not initialize the runtime. Once it is initialized,
     # memory growth and virtual devices can no longer be configured.
@@ -72,6 +80,7 @@ class TensorFlowMeasures(Measures):
     scope = staticmethod(constants.scope)
     constants = staticmethod(constants.constants)
     differentiate = staticmethod(differentiate)
+    sums_of_bits = staticmethod(sums_of_bits)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
     why_no_memory = "TensorFlow only counts the memory of GPUs"

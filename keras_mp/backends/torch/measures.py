@@ -51,6 +51,11 @@ def differentiate(
     return loss.detach(), seen, found[count:], found[:count]
 
 
+def sums_of_bits(value: torch.Tensor) -> torch.Tensor:
+    integers = getattr(torch, f"int{8 * value.element_size()}")
+    return value.detach().view(integers).sum(tuple(range(value.ndim - 1)) or None)
+
+
 def list_devices() -> list[Device]:
     # With a broken driver a CUDA build of torch warns and says that there is no GPU.
     # That is a failure, not an answer.
@@ -98,6 +103,7 @@ class TorchMeasures(Measures):
 
     traces = False
     differentiate = staticmethod(differentiate)
+    sums_of_bits = staticmethod(sums_of_bits)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
     why_no_memory = "torch only counts the memory of NVIDIA and AMD GPUs"

@@ -19,13 +19,13 @@ from keras_mp.diagnostics.float32_search.agreement import (
     agreement,
     outputs_of,
 )
-from keras_mp.diagnostics.one_batch import gradients_of
 from keras_mp.diagnostics.temporary_policies import (
     in_float32,
     in_the_half,
     layers_in_half,
     with_float32,
 )
+from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.policies.layers import layer_path
 from keras_mp.policies.temporary import Choice, temporary_policies
 

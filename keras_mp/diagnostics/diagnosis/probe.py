@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_mp.backends.differentiation import See
+from keras_mp.diagnostics.calls import results_through
 from keras_mp.diagnostics.diagnosis.ranges import Range, range_of
-from keras_mp.diagnostics.one_batch import gradients_of, results_through
+from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.policies.layers import layer_path
 
 

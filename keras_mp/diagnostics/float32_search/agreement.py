@@ -11,8 +11,9 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends.differentiation import Gradients
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
-from keras_mp.diagnostics.one_batch import gradients_of, results_through
+from keras_mp.diagnostics.calls import results_through
 from keras_mp.diagnostics.temporary_policies import is_in_half
+from keras_mp.loss_scaling.one_batch import gradients_of
 
 # How many times the error from rounding counts as agreement: healthy models stay below
 # 2.5 times.

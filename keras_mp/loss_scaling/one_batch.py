@@ -1,9 +1,8 @@
 """One batch through a model, forward and backward, which leaves the model as it was."""
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +10,6 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends.differentiation import Gradients, See, differentiate
-from keras_mp.diagnostics.calls import calls_made_by
 from keras_mp.policies.layers import takes_training
 
 _TRAINING = {"training": True}
@@ -23,6 +21,7 @@ def gradients_of(
     scale: float,
     watch: Callable[[See], contextlib.AbstractContextManager[None]] | None = None,
     compiled: bool = False,
+    variables: Sequence[Any] | None = None,
 ) -> Gradients:
     """Differentiates the loss of a compiled and built model on one batch.
 
@@ -32,6 +31,7 @@ def gradients_of(
         watch: a context in which the loss is computed, given `see` of `differentiate`.
             Without it, `see` gets the outputs of the model.
         compiled: whether to compile; only on JAX.
+        variables: what it is differentiated by; None for all trainable ones.
     """
 
     def loss_of(batch: Any, see: See) -> Any:
@@ -46,15 +46,15 @@ def gradients_of(
             loss = model.compute_loss(x, y, outputs, weights, **training)
         return ops.cast(loss, "float32") * scale
 
-    variables = [*model.variables, *model.metrics_variables, *_recurrent(model)]
-    state = {id(v): v for v in variables}
+    everything = [*model.variables, *model.metrics_variables, *_recurrent(model)]
+    state = {id(v): v for v in everything}
     try:
         return differentiate(
             loss_of,
             keras.tree.map_structure(
                 lambda x: None if x is None else ops.convert_to_tensor(x), batch
             ),
-            model.trainable_variables,
+            model.trainable_variables if variables is None else variables,
             list(state.values()),
             compiled=compiled,
         )
@@ -67,28 +67,3 @@ def _recurrent(model: Any) -> Iterator[Any]:
     for layer in private.layers_in(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             yield from keras.tree.flatten(layer.states)
-
-
-@contextlib.contextmanager
-def results_through(pass_on: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Replaces each x that an operation returns with `pass_on(operation, x)`.
-
-    An operation is a layer or an operation of a graph. The cell of an RNN, which is
-    called at each step of a loop, is left alone.
-    """
-    within_loop = False
-
-    def make(operation: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
-        nonlocal within_loop
-        if within_loop:
-            return call(*args, **kwargs)
-        within_loop = isinstance(operation, keras.layers.RNN)
-        try:
-            result = call(*args, **kwargs)
-        finally:
-            within_loop = False
-        passed = functools.partial(pass_on, operation)
-        return keras.tree.map_structure(passed, result)
-
-    with calls_made_by(make):
-        yield
