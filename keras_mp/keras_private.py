@@ -229,6 +229,14 @@ def clear_losses(model: Any) -> None:
     model._clear_losses()
 
 
+def own_losses(layer: Any) -> list[Any]:
+    """What a layer, without those inside, has added in its last call outside of `fit`.
+
+    Its public `losses` are those of all layers inside as well.
+    """
+    return [] if get_stateless_scope() else layer._get_own_losses()
+
+
 # Variables and tensors -------------------------------------------------------------
 
 

@@ -78,6 +78,7 @@ from keras_mp.policies import (
     heads,
     hidden,
     inputs,
+    integer_casts,
     mixed_dtypes,
     outputs,
     own_calls,
@@ -296,8 +297,9 @@ def _layer_call(original: Callable) -> Callable:
                 note(result)
         else:
             result = original(self, *args, **kwargs)
-        if untried:
-            note_result(self, result)
+        if untried and note_result(self, result):
+            again = functools.partial(original, self, *args, **kwargs)
+            integer_casts.look(self, (args, kwargs), again)
         if first:
             record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)

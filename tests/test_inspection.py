@@ -722,7 +722,7 @@ def test_a_clean_model_has_no_warnings():
     assert "Look at" not in str(keras_mp.inspect(model))
 
 
-# Constants, in what JAX and TensorFlow trace ------------------------------------------
+# Numbers, in what JAX and TensorFlow trace --------------------------------------------
 
 traced = pytest.mark.skipif(BACKEND == "torch", reason="torch traces nothing")
 
@@ -750,11 +750,37 @@ LOST = {
     ),
     "a maximum": (lambda x: x / ops.maximum(ops.abs(x), 1e-12), "1e-12 is 0"),
     "a mask": (lambda x: x + (1 - ops.cast(x > 0, x.dtype)) * -1e9, "-1e+09 is -inf"),
+    "beside another": (
+        lambda x: ops.log(1 - x * x + 1e-5),
+        "adds 1e-05 to a sum with 1",
+    ),
+    "before another": (lambda x: 1e-5 + (2 - x * x), "adds 1e-05 to a sum with 2"),
+    "behind a ReLU": (lambda x: ops.relu(1 - x) + 1e-5, "adds 1e-05 to a sum with 1"),
+    "behind a clip": (
+        lambda x: 1e-5 - ops.reshape(ops.clip(x + 1, -9, 9), ops.shape(x)),
+        "adds 1e-05 to a sum with 1",
+    ),
+    "ids": (
+        lambda x: x + ops.cast(ops.cast(x[:, :1], "int32"), x.dtype),
+        "casts float16 to int32: above 2048",
+    ),
+}
+# Nothing is lost in these: products between the numbers, sizes alike, small integers.
+KEPT = {
+    "a product between": lambda x: (1 - x * x) * x + 1e-5,
+    "a root between": lambda x: ops.sqrt(1 + ops.abs(x)) + 1e-5,
+    "alike": lambda x: 1 - x * x + 1e-2,
+    "one alone": lambda x: x * x + 1e-5,
+    "in float32": lambda x: ops.cast(1 - ops.cast(x, "float32") + 1e-5, x.dtype),
+    "bytes": lambda x: ops.cast(ops.cast(x, "uint8"), x.dtype),
+    "a comparison": lambda x: x + ops.cast(ops.cast(x > 0, "int32"), x.dtype),
+    "a place": lambda x: x + ops.cast(ops.argmax(x, -1, keepdims=True), x.dtype),
 }
 
 
-def says_of_constants(model):
-    return [w for w in keras_mp.inspect(model).warnings if "its constant" in w.sentence]
+def says_of_numbers(model):
+    said = "its constant", "it adds", "it casts"
+    return [w for w in keras_mp.inspect(model).warnings if w.sentence.startswith(said)]
 
 
 @traced
@@ -767,15 +793,50 @@ def test_a_constant_that_float16_turns_into_another_is_named(which, said):
         lambda: Constants(which, name="fault"),
         lambda: layers.Dense(8),
     )
-    (warning,) = says_of_constants(model)
+    (warning,) = says_of_numbers(model)
     assert warning.paths == ("model/fault",)
     assert said.replace("+", "") in warning.sentence.replace("+", "")
     line = re.search(r"keras_mp\.MixedFloat16\(.*\)", warning.remedy).group()
     policy = eval(line, {"keras_mp": keras_mp})
     keras_mp.convert(model, policy)
-    assert says_of_constants(model) == []
+    assert says_of_numbers(model) == []
     keras_mp.convert(model, "float32")
-    assert says_of_constants(model) == []
+    assert says_of_numbers(model) == []
+
+
+@traced
+@pytest.mark.parametrize("which", ["beside another", "ids"])
+def test_what_bfloat16_loses_is_named_too(which):
+    function, said = LOST[which]
+    said = said.replace("float16", "bfloat16").replace("2048", "256")
+    model = graph(lambda: layers.Dense(8), lambda: Constants(function, name="fault"))
+    keras_mp.convert(model, "mixed_bfloat16")
+    model.get_layer("fault").dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    (warning,) = says_of_numbers(model)
+    assert said in warning.sentence
+    assert "keras_mp.MixedBFloat16(float32=['model/fault'])" in warning.remedy
+
+
+@traced
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_number_that_only_float16_loses_is_not_named_in_bfloat16():
+    function, _ = LOST["a number"]
+    model = graph(lambda: layers.Dense(8), lambda: Constants(function))
+    keras_mp.convert(model, "mixed_bfloat16")
+    assert says_of_numbers(model) == []
+
+
+@traced
+@pytest.mark.parametrize("policy", [MIXED, "mixed_bfloat16"])
+@pytest.mark.parametrize("which", KEPT.values(), ids=KEPT)
+def test_what_loses_nothing_is_not_named(which, policy):
+    model = graph(
+        lambda: layers.Dense(8),
+        lambda: Constants(which, name="fault"),
+        lambda: layers.Dense(8),
+    )
+    keras_mp.convert(model, policy)
+    assert says_of_numbers(model) == []
 
 
 @traced
@@ -784,10 +845,10 @@ def test_a_constant_of_a_subclassed_model_is_named_once_it_was_called():
     with keras_mp.policy_scope("mixed_float16"):
         dense, fault = layers.Dense(8), Constants(LOST["a mask"][0])
         model = Chained([dense, fault, dense])
-        assert says_of_constants(model) == []
+        assert says_of_numbers(model) == []
         model(np.ones((2, 8), "float32"))
     before = values(model.variables)
-    (warning,) = says_of_constants(model)
+    (warning,) = says_of_numbers(model)
     assert warning.paths == (fault.path,)
     assert same_bits(before, values(model.variables))
 
@@ -829,7 +890,7 @@ ORDINARY = {
 @pytest.mark.parametrize(("shape", "make"), ORDINARY.values(), ids=ORDINARY)
 def test_the_constants_of_ordinary_layers_are_not_named(shape, make):
     dense = lambda: layers.Dense(8)  # noqa: E731 (one of the stack)
-    assert says_of_constants(stock(dense, make, dense, shape=shape)) == []
+    assert says_of_numbers(stock(dense, make, dense, shape=shape)) == []
 
 
 def test_the_constants_of_an_attention_with_a_mask_are_not_named():
@@ -838,10 +899,10 @@ def test_the_constants_of_an_attention_with_a_mask_are_not_named():
         x = layers.Embedding(10, 8, mask_zero=True)(tokens)
         x = layers.MultiHeadAttention(2, 8)(x, x, use_causal_mask=True)
         model = keras.Model(tokens, layers.Dense(8)(x))
-    assert says_of_constants(model) == []
+    assert says_of_numbers(model) == []
 
 
 def test_the_constants_of_a_mobilenet_are_not_named():
     with keras_mp.policy_scope(MIXED):
         model = keras.applications.MobileNetV3Small(weights=None)
-    assert says_of_constants(model) == []
+    assert says_of_numbers(model) == []

@@ -358,6 +358,15 @@ def test_losses_that_layers_added_are_forgotten():
     assert not model.losses
 
 
+def test_a_layer_has_losses_of_its_own():
+    layer = layers.ActivityRegularization(l2=1.0)
+    model = keras.Sequential([layer])
+    model(X)
+    assert private.own_losses(model) == [] and len(private.own_losses(layer)) == 1
+    with keras.StatelessScope():
+        assert private.own_losses(layer) == []
+
+
 def test_a_variable_says_whether_it_is_read_in_the_compute_dtype():
     assert private.is_autocast(keras.Variable(1.0))
     assert not private.is_autocast(keras.Variable(1.0, autocast=False))

@@ -150,6 +150,13 @@ def a_kernel_that_float16_keeps_still(folder, monkeypatch):
     fit(model)
 
 
+@provokes("policies.integer_casts.look", "casts float16 to int32", "cut(np.full")
+def ids_in_half_precision(folder, monkeypatch):
+    with keras_mp.policy_scope("mixed_float16"):
+        cut = layers.Lambda(lambda table: ops.cast(table, "int32"))
+        cut(np.full((2, 1), 2049, "float32"))
+
+
 class MixesNothing(keras.Model):
     """A model whose `call` takes no half precision from its layer."""
 

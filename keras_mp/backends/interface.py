@@ -17,6 +17,8 @@ from keras_mp.backends.step import Step
 
 BFLOAT16 = "bfloat16"
 HALF = ("float16", BFLOAT16)
+# Up to here a half dtype has all whole numbers.
+WHOLE = {"float16": 2048, BFLOAT16: 256}
 
 Wrapper = Callable[[Callable], Callable]
 

@@ -1,7 +1,8 @@
-"""What diagnostics ask of a backend: gradients, constants, devices, memory."""
+"""What diagnostics ask of a backend: gradients, programs, devices, memory."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 # The name of a scope, with its number.
@@ -14,6 +15,37 @@ class Constant(NamedTuple):
     scope: str  # The number of the innermost scope; empty if there is none.
     value: float
     dtype: str
+
+
+class IntegerCast(NamedTuple):
+    """A cast of half-precision numbers to integers in a traced program."""
+
+    scope: str
+    source: str  # The dtype of the numbers, and of the integers.
+    target: str
+
+
+class LostAddend(NamedTuple):
+    """A number in a sum with a larger one beside which half precision loses it."""
+
+    scope: str
+    value: float
+    beside: float
+    dtype: str
+
+
+Fact = Constant | IntegerCast | LostAddend
+
+# Integers of one byte have no number that either half dtype rounds.
+WIDE_INTEGERS = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
+_SPACING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def lost_addend(scope: str, a: float, b: float, dtype: str) -> Iterator[LostAddend]:
+    """Yields the smaller of two addends if the other one swallows it."""
+    small, large = sorted((abs(a), abs(b)))
+    if 0 < small < large * _SPACING.get(dtype, 0) / 4 < math.inf:
+        yield LostAddend(scope, small, large, dtype)
 
 
 class Measures:
@@ -41,16 +73,24 @@ class Measures:
     traces = True
     """Does the backend trace a model into a program?"""
 
-    def constants(
+    def traced(
         self, function: Callable, variables: Sequence[Any], arguments: Any
-    ) -> list[Constant]:
-        """The floating-point scalars in the program of a function, which is not run.
+    ) -> list[Fact]:
+        """What a function's program does with numbers. It is traced, and not run.
+
+        That is each floating-point scalar in it, each cast of half-precision numbers to
+        integers, and each constant that is lost in a sum with another one.
 
         Args:
             function: takes `arguments`, and reads `variables`.
             arguments: symbolic tensors of Keras, or structures of them.
         """
         raise NotImplementedError
+
+    def integer_casts(self, call: Callable[[], Any]) -> list[IntegerCast]:
+        """The casts of half-precision numbers to integers in a call."""
+        facts = self.traced(lambda _: call(), (), ())
+        return [fact for fact in facts if isinstance(fact, IntegerCast)]
 
     def scope(self, name: str) -> contextlib.AbstractContextManager:
         """A context that gives its name to the constants in it."""

@@ -124,11 +124,13 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         record.called_with = keras.tree.map_structure(_symbolic, (args, kwargs))
 
 
-def note_result(layer: Any, result: Any) -> None:
+def note_result(layer: Any, result: Any) -> bool:
     """Remembers whether a call has run, on values, what it has of the user's."""
     symbolic = isinstance(next(leaves(result), None), keras.KerasTensor)
-    untried = symbolic or engine.only_shapes() or engine.is_tracing()
-    record_of(layer).untried = untried and bool(users_code(layer))
+    on_values = not (symbolic or engine.only_shapes() or engine.is_tracing())
+    users = bool(users_code(layer))
+    record_of(layer).untried = users and not on_values
+    return users and on_values
 
 
 def called_with(layer: Any) -> tuple[tuple, dict[str, Any]] | None:

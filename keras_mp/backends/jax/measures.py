@@ -9,7 +9,7 @@ import keras
 from jax import lax
 
 from keras_mp.backends.devices import Device, parse_capability
-from keras_mp.backends.jax import constants
+from keras_mp.backends.jax import programs
 from keras_mp.backends.measures import Measures
 
 
@@ -110,8 +110,8 @@ def _planned(stats: Any) -> int:
 class JaxMeasures(Measures):
     """Its attributes are those of `Measures`."""
 
-    scope = staticmethod(constants.scope)
-    constants = staticmethod(constants.constants)
+    scope = staticmethod(programs.scope)
+    traced = staticmethod(programs.traced)
     differentiate = staticmethod(differentiate)
     sums_of_bits = staticmethod(sums_of_bits)
     list_devices = staticmethod(list_devices)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_mp.backends.devices import Device, parse_capability
 from keras_mp.backends.measures import Measures
-from keras_mp.backends.tensorflow import constants
+from keras_mp.backends.tensorflow import programs
 
 
 def differentiate(
@@ -77,8 +77,8 @@ def measure_memory() -> Callable[[], int | None]:
 class TensorFlowMeasures(Measures):
     """Its attributes are those of `Measures`."""
 
-    scope = staticmethod(constants.scope)
-    constants = staticmethod(constants.constants)
+    scope = staticmethod(programs.scope)
+    traced = staticmethod(programs.traced)
     differentiate = staticmethod(differentiate)
     sums_of_bits = staticmethod(sums_of_bits)
     list_devices = staticmethod(list_devices)

@@ -9,7 +9,8 @@ import torch
 from torch import cuda
 
 from keras_mp.backends.devices import Device, parse_capability
-from keras_mp.backends.measures import Measures
+from keras_mp.backends.interface import HALF
+from keras_mp.backends.measures import WIDE_INTEGERS, IntegerCast, Measures
 from keras_mp.backends.torch import logits
 from keras_mp.backends.torch.private import is_transformed
 
@@ -54,6 +55,34 @@ def differentiate(
 def sums_of_bits(value: torch.Tensor) -> torch.Tensor:
     integers = getattr(torch, f"int{8 * value.element_size()}")
     return value.detach().view(integers).sum(tuple(range(value.ndim - 1)) or None)
+
+
+class _Casts(torch.overrides.TorchFunctionMode):
+    """Notes the casts of half-precision numbers to integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[IntegerCast] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTING:
+            source, target = (str(x.dtype).split(".")[-1] for x in (args[0], result))
+            if source in HALF and target in WIDE_INTEGERS:
+                self.found.append(IntegerCast("", source, target))
+        return result
+
+
+_CASTING = {torch.Tensor.to, torch.Tensor.int, torch.Tensor.long, torch.Tensor.short}
+
+
+def integer_casts(call: Callable[[], Any]) -> list[IntegerCast]:
+    # torch traces no program, so the call runs.
+    with torch.no_grad(), torch.random.fork_rng(), _Casts() as casts:
+        call()
+    return casts.found
 
 
 def list_devices() -> list[Device]:
@@ -104,6 +133,7 @@ class TorchMeasures(Measures):
     traces = False
     differentiate = staticmethod(differentiate)
     sums_of_bits = staticmethod(sums_of_bits)
+    integer_casts = staticmethod(integer_casts)
     list_devices = staticmethod(list_devices)
     measure_memory = staticmethod(measure_memory)
     why_no_memory = "torch only counts the memory of NVIDIA and AMD GPUs"

@@ -10,12 +10,12 @@ import numpy as np
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
-from keras_mp.diagnostics.inspection.constants import lost_constants
 from keras_mp.diagnostics.inspection.custom_layers import (
     casts_of,
     is_custom,
     lost_policies,
 )
+from keras_mp.diagnostics.inspection.programs import lost_numbers
 from keras_mp.diagnostics.inspection.shapes import long_sums, odd_widths
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.loss_scaling.nonfinite import named
@@ -78,7 +78,7 @@ def _all(
     yield from epsilons
     yield from _optimizer_epsilon(model)
     told = {path for path, *_ in epsilons}
-    yield from (found for found in lost_constants(model) if found[0] not in told)
+    yield from (found for found in lost_numbers(model) if found[0] not in told)
     yield from long_sums(nodes)
     yield from odd_widths(computing)
     yield from lost_policies(model, computing)

@@ -1,7 +1,9 @@
-"""Constants that float16 turns into an infinity, 0 or 1.
+"""Numbers that half precision loses in the program of a model, which is not run.
 
-The model is traced in float32 and as it is, and the constants in the two programs are
-compared: in the second, 70000 is infinite already. Nothing is run.
+Constants that float16 turns into an infinity, 0 or 1: the model is traced in float32
+and as it is, and the constants in the two programs are compared, for in the second
+70000 is infinite already. Constants that are lost in a sum with a larger one, and casts
+to integers, in the program of the model as it is.
 """
 
 import re
@@ -15,46 +17,70 @@ import numpy as np
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.backends.measures import Constant
+from keras_mp.backends.interface import WHOLE
+from keras_mp.backends.measures import Constant, Fact, IntegerCast, LostAddend
 from keras_mp.diagnostics.calls import calls_made_by
 from keras_mp.diagnostics.temporary_policies import in_float32
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.policies.layers import called_with, is_graph, layer_path
 from keras_mp.policies.record import Precision
 from keras_mp.policies.symbolic import graph_of
-from keras_mp.policies.temporary import temporary_policies
+from keras_mp.policies.temporary import computes_in_half, temporary_policies
 
 # A size that a model leaves open, except that of the batch.
 _OPEN = 64
 _SCOPE = r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*"
 
 
-def lost_constants(model: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields path, sentence and remedy for each such constant."""
+def lost_numbers(model: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields path, sentence and remedy for each place where numbers are lost."""
     call = _call_of(model)
-    if call is None or not engine.traces or not computes_in_float16(model):
+    if call is None or not engine.traces:
         return
+    if not any(computes_in_half(layer) for layer in private.layers_in(model)):
+        return
+    wide: dict[str, list[Fact]] = {}
     try:
-        half = _constants(model, call)
-        with temporary_policies(model, in_float32):
-            wide = _constants(model, call)
+        half = _facts(model, call)
+        if computes_in_float16(model):
+            with temporary_policies(model, in_float32):
+                wide = _facts(model, call)
     except Exception:  # The model cannot be called like this: `fit` says why.
         return
     for path in wide:
         for value, turned in _lost(wide[path], half.get(path, [])):
-            yield (
-                path,
-                f"its constant {value:.7g} is {turned:g} in float16.",
-                'Give the layer dtype="float32", or keep it there: '
-                "keras_mp.MixedFloat16(float32=PATHS).",
-            )
+            sentence = f"its constant {value:.7g} is {turned:g} in float16."
+            yield path, sentence, _remedy("float16")
+    for path, facts in half.items():
+        for fact in facts:
+            if isinstance(fact, LostAddend):
+                sentence = (
+                    f"it adds {fact.value:.1g} to a sum with {fact.beside:g}, beside "
+                    f"which {fact.dtype} loses it."
+                )
+                yield path, sentence, _remedy(fact.dtype)
+            elif isinstance(fact, IntegerCast):
+                sentence = (
+                    f"it casts {fact.source} to {fact.target}: above "
+                    f"{WHOLE[fact.source]} whole numbers are rounded."
+                )
+                yield path, sentence, _remedy(fact.source)
 
 
-def _lost(wide: list[Constant], half: list[Constant]) -> Iterator[tuple[float, float]]:
-    """The constants of one layer that half precision loses, and what they become."""
-    before = Counter(c.value for c in wide)
-    kept = Counter(c.value for c in half if c.dtype != "float16")
-    after = Counter(c.value for c in half)
+def _remedy(dtype: str) -> str:
+    policy = {"float16": "MixedFloat16", "bfloat16": "MixedBFloat16"}[dtype]
+    return (
+        'Give the layer dtype="float32", or keep it there: '
+        f"keras_mp.{policy}(float32=PATHS)."
+    )
+
+
+def _lost(wide: list[Fact], half: list[Fact]) -> Iterator[tuple[float, float]]:
+    """The constants of one layer that float16 loses, and what they become."""
+    narrow = [fact for fact in half if isinstance(fact, Constant)]
+    before = Counter(fact.value for fact in wide if isinstance(fact, Constant))
+    kept = Counter(c.value for c in narrow if c.dtype != "float16")
+    after = Counter(c.value for c in narrow)
     for value, count in before.items():
         with np.errstate(over="ignore"):
             turned = float(np.float16(value))
@@ -66,8 +92,8 @@ def _lost(wide: list[Constant], half: list[Constant]) -> Iterator[tuple[float, f
             yield value, turned
 
 
-def _constants(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Constant]]:
-    """The constants by the path of the layer, or operation, that uses them."""
+def _facts(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Fact]]:
+    """The facts by the path of the layer, or operation, that they are about."""
     paths: list[str] = []
 
     def make(operation: Any, call: Any, args: tuple, kwargs: dict) -> Any:
@@ -94,7 +120,7 @@ def _constants(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Constant]
         with warnings.catch_warnings():
             # JAX creates constants with NumPy, which warns if one overflows.
             warnings.simplefilter("ignore")
-            found = engine.constants(function, model.variables, shapes)
+            found = engine.traced(function, model.variables, shapes)
     finally:
         private.clear_losses(model)
         for attributes, values in before:
@@ -102,11 +128,10 @@ def _constants(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Constant]
                 del attributes[name]
             attributes.update(values)
         precision.put_back()
-    by_path: dict[str, list[Constant]] = {}
-    for constant in found:
-        if constant.scope:
-            path = paths[int(constant.scope)]
-            by_path.setdefault(path, []).append(constant)
+    by_path: dict[str, list[Fact]] = {}
+    for fact in found:
+        if fact.scope:
+            by_path.setdefault(paths[int(fact.scope)], []).append(fact)
     return by_path
 
 
