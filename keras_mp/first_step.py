@@ -48,9 +48,8 @@ def take(model: Any, name: str, function: Callable, *args: Any) -> Any:
     Args:
         name: the attribute of the model that Keras has `function` in.
     """
-    several = model.steps_per_execution > 1 and name == "predict_function"
     nothing = model.built and not missing_kernels.suspects(model)
-    if several or nothing or engine.other_workers(model):
+    if nothing or engine.other_workers(model):
         return function(*args)
     current = function
 
@@ -70,8 +69,14 @@ def take(model: Any, name: str, function: Callable, *args: Any) -> Any:
             current = getattr(model, name)
         return once(state)
 
-    if name == "predict_function" and len(args) == 1:  # These are the batches.
-        return take_one(None, None, lambda _: (current(*args), None))[0]
+    if name == "predict_function":  # It joins the outputs of all batches of a call.
+        *state, batches = args
+        given = engine.repeatable(model, batches)
+
+        def together(state: Any) -> tuple[Any, Any]:
+            return current(*([] if state is None else [state]), given()), None
+
+        return take_one(None, state[0] if state else None, together)[0]
     count = model.steps_per_execution
     return engine.run_by_batch(lambda *args: current(*args), args, count, take_one)
 

@@ -238,11 +238,12 @@ USES = {
 }
 
 
+@pytest.mark.parametrize("steps", [1] if BACKEND == "torch" else [1, 3])
 @pytest.mark.parametrize("caller", ["functional", "subclassed", "own call"])
 @pytest.mark.parametrize("use", USES)
-def test_a_model_that_is_converted_is_used_before_it_trains(use, caller):
+def test_a_model_that_is_converted_is_used_before_it_trains(use, caller, steps):
     model = CALLERS[caller]("svd")
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", steps_per_execution=steps)
     wanted = USES[use](model)
     keras_mp.convert(model, "mixed_float16")
     found, messages = told(lambda: USES[use](model))

@@ -69,6 +69,10 @@ class Batches:
         """The train function; on JAX its calls note the state that they return."""
         return train_function
 
+    def repeatable(self, model: Any, batches: Any) -> Callable[[], Any]:
+        """Returns what `predict` gives its function as batches, as often as called."""
+        return lambda: batches
+
     def attaching(self, model: Any, step: Callable) -> Callable:
         """The function; on JAX variables have their values if it raises.
 

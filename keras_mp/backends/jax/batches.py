@@ -50,16 +50,20 @@ class JaxBatches(Batches):
 
     def keeping_state(self, model: Any, train_function: Callable) -> Callable:
         def keeping(state: Any, iterator: Any) -> Any:
-            count = model.steps_per_execution
-            items = 1 if _are_together(count) else count
-            read = list(itertools.islice(iterator, items))  # It may wait for ever.
+            batches = self.repeatable(model, iterator)  # It may wait for ever.
             with interrupts.held():
-                result = train_function(state, iter(read))
+                result = train_function(state, batches())
                 # As Keras does, but while interrupts wait.
                 private.note_state(model, _by_part(result[1]))
             return result
 
         return keeping
+
+    def repeatable(self, model: Any, batches: Any) -> Callable[[], Any]:
+        count = model.steps_per_execution
+        items = 1 if _are_together(count) else count
+        read = list(itertools.islice(batches, items))
+        return lambda: iter(read)
 
     def attaching(self, model: Any, step: Callable) -> Callable:
         def attaching(state: Any, iterator: Any) -> Any:
