@@ -53,7 +53,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
         # built, nobody looks again.
         built = built or all(layer.built for layer in private.layers_in(model))
         if not built and keras_own:
-            engine.build(model, *args)
+            engine.build(model, args[-1])  # On JAX the first is the state.
             wrap_optimizers(model)
         step = original
         scaling = loss_scaling_of(model.optimizer)

@@ -416,6 +416,28 @@ def test_layers_that_a_train_step_of_the_users_builds_late_are_scaled_too(how):
     assert int(model.optimizer.iterations) >= 18
 
 
+@pytest.mark.filterwarnings("ignore:`build\\(\\)` was called:UserWarning")  # Keras'.
+@ways
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_model_with_a_layer_that_it_never_calls_trains(policy, how):
+    class Unused(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.out, self.unused = layers.Dense(1), layers.Dense(1)
+
+        def call(self, x):
+            return self.out(x)
+
+    keras.utils.set_random_seed(1)
+    with keras_mp.policy_scope(policy):
+        model = Unused()
+    model.compile(keras.optimizers.SGD(0.1), "mse", **how)
+    losses = fit(model, epochs=3)
+    assert losses[-1] < 0.5 * losses[0] and not model.unused.built
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+    assert model.predict(X, verbose=0).shape == (48, 1)
+
+
 @pytest.mark.parametrize(
     "log", [lambda loss: {"loss": [loss, loss]}, lambda loss: {"loss": {"a": loss}},
             lambda loss: {"loss": 1.5}, lambda loss: {"mine": loss}],
