@@ -149,8 +149,8 @@ def speed_sentence(results: list[Result]) -> str:
     if all(device.kind == "cpu" for device in recommended_policy().devices):
         why = (
             "for steps this small most of the time is overhead, so the times vary; "
-            "larger steps are usually slower under mixed precision on a CPU, because "
-            "few CPUs have arithmetic for 16-bit numbers"
+            "larger steps are slower in float16 on a CPU, because few CPUs have "
+            "arithmetic for it, and in bfloat16 for some models"
         )
     else:
         why = "steps this small do not keep an accelerator busy"

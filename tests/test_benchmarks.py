@@ -443,6 +443,35 @@ def test_readme_has_what_the_json_renders_to(path):
 
 
 @once
+def test_what_pages_say_of_cpus_is_what_the_json_has():
+    records = json.loads((readme.ROOT / "benchmarks/train.json").read_text())
+    speeds = {
+        (r["case"], r["backend"], r["precision"]): r["examples_per_second"]["median"]
+        for r in records["records"]
+        if "EPYC" in r["device"]
+    }
+    ratios = {
+        dtype: [
+            speeds[case, backend, precision] / speeds[case, backend, "float32"]
+            for case, backend, precision in speeds
+            if precision == f"mixed_{dtype}"
+        ]
+        for dtype in ("float16", "bfloat16")
+    }
+    ends = {d: f"{min(r):.2f} to {max(r):.2f} times" for d, r in ratios.items()}
+    pages = {
+        "README.md": ["bfloat16"],
+        "docs/guides/float16_or_bfloat16.md": ["bfloat16"],
+        "docs/start/hardware.md": ["bfloat16", "float16"],
+    }
+    for page, dtypes in pages.items():
+        text = " ".join((readme.ROOT / page).read_text(encoding="utf-8").split())
+        assert all(ends[dtype] in text for dtype in dtypes), page
+    faster = sum(ratio > 1 for ratio in ratios["bfloat16"])
+    assert (faster, len(ratios["bfloat16"]), max(ratios["float16"]) < 1) == (5, 8, True)
+
+
+@once
 def test_the_pictures_of_readme_show_what_the_json_has():
     def texts(svg):
         return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
