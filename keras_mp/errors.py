@@ -11,13 +11,8 @@ from importlib.util import find_spec
 
 BACKENDS = ("jax", "tensorflow", "torch")
 
-# Of each module: the name of its package, and what pip installs to get it.
-_PACKAGES = {
-    "matplotlib": ("matplotlib", '"keras_mp[plots]"'),
-    "rich": ("rich", "rich"),
-    "scipy": ("scipy", '"keras_mp[plots]"'),
-    "sklearn": ("scikit-learn", '"keras_mp[demo]"'),
-}
+# The package of a module, where the names differ.
+_PACKAGES = {"sklearn": "scikit-learn"}
 
 
 class TrainingDivergedError(RuntimeError):
@@ -37,8 +32,8 @@ def missing_package(purpose: str, module: str) -> MissingPackageError:
     if module in BACKENDS:
         message = _missing_backend(module)
     else:
-        package, installed_by = _PACKAGES[module]
-        message = f"{purpose} needs {package}: pip install {installed_by}"
+        package = _PACKAGES.get(module, module)
+        message = f"{purpose} needs {package}: pip install {package}"
     return MissingPackageError(message, name=module)
 
 
@@ -47,10 +42,10 @@ def _missing_backend(backend: str) -> str:
     if other is None:
         return (
             f"Keras needs a backend, and none of {', '.join(BACKENDS)} is installed: "
-            f'pip install "keras_mp[{BACKENDS[0]}]"'
+            f"pip install {BACKENDS[0]}"
         )
     return (
-        f'The backend {backend} is not installed: pip install "keras_mp[{backend}]", '
+        f"The backend {backend} is not installed: pip install {backend}, "
         f"or set KERAS_BACKEND={other}"
     )
 

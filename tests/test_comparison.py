@@ -401,7 +401,7 @@ def test_without_scipy_the_seeds_are_shown_without_a_verdict(monkeypatch):
     assert found.sentences[:2] == [
         "mixed_float16: loss changes by +0.4, +0.5, +0.6 with the seeds; "
         "accuracy changes by 0, -0.01, 0 with the seeds.",
-        'No verdict. A verdict needs scipy: pip install "keras_mp[plots]"',
+        "No verdict. A verdict needs scipy: pip install scipy",
     ]
     assert "+0.5, no verdict: no scipy" in str(found)
     one = made({"loss": {"float32": [1.0], "mixed_float16": [1.5]}})
@@ -546,7 +546,7 @@ def test_the_html_is_one_file_that_loads_nothing(tmp_path):
 
 def test_the_html_says_that_there_is_no_picture_without_matplotlib(monkeypatch):
     block(monkeypatch, "matplotlib")
-    sentence = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+    sentence = "Drawing needs matplotlib: pip install matplotlib"
     assert f"<p>No picture. {sentence}</p>" in made(WORSE)._repr_html_()
 
 

@@ -158,6 +158,6 @@ def test_without_matplotlib_the_table_is_printed_with_a_hint(
     block(monkeypatch, "matplotlib")
     demo(epochs=1, out=str(tmp_path / "none.png"))
     out = capsys.readouterr().out
-    hint = 'No picture. Drawing needs matplotlib: pip install "keras_mp[plots]"\n'
+    hint = "No picture. Drawing needs matplotlib: pip install matplotlib\n"
     assert out.startswith(f"{hint}the table")
     assert not (tmp_path / "none.png").exists()

@@ -11,9 +11,9 @@ from keras_mp_cli import backends
 
 NO_BACKEND = (
     "Keras needs a backend, and none of jax, tensorflow, torch is installed: "
-    'pip install "keras_mp[jax]"'
+    "pip install jax"
 )
-DRAWING = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+DRAWING = "Drawing needs matplotlib: pip install matplotlib"
 
 
 def without(packages, program, *args, **variables):
@@ -42,7 +42,7 @@ def error_of(done):
         (
             "sklearn",
             "    from keras_mp_cli.demo import demo\n    demo(epochs=1)",
-            'The demo needs scikit-learn: pip install "keras_mp[demo]"',
+            "The demo needs scikit-learn: pip install scikit-learn",
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_without_its_backend_the_import_names_one_that_is_installed():
     others = [b for b in BACKENDS if b != BACKEND]
     done = without([BACKEND, others[1]], "    import keras_mp")
     assert error_of(done) == (
-        f'The backend {BACKEND} is not installed: pip install "keras_mp[{BACKEND}]", '
+        f"The backend {BACKEND} is not installed: pip install {BACKEND}, "
         f"or set KERAS_BACKEND={others[0]}"
     )
 
@@ -101,7 +101,7 @@ COMMAND = """
         (
             ["sklearn"],
             BACKEND,
-            'The demo needs scikit-learn: pip install "keras_mp[demo]"',
+            "The demo needs scikit-learn: pip install scikit-learn",
         ),
         (BACKENDS, "", NO_BACKEND),
         (BACKENDS, BACKEND, NO_BACKEND),
@@ -133,5 +133,5 @@ def test_a_script_that_chooses_a_backend_that_is_missing_is_told_so(tmp_path):
     assert done.stderr.count("Traceback") == 1 and done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"keras-mp: The backend {BACKEND} is not installed: pip install "
-        f'"keras_mp[{BACKEND}]", or set KERAS_BACKEND={others[0]}'
+        f"{BACKEND}, or set KERAS_BACKEND={others[0]}"
     )

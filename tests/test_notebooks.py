@@ -72,7 +72,7 @@ def test_notebook_begins_with_what_one_learns_and_then_prepares_itself(path):
     assert 'os.environ.setdefault("KERAS_BACKEND", "jax")' in setup.source
     assert not re.search(r"^\s*(import|from) keras", setup.source, re.MULTILINE)
     [install] = re.findall(
-        r'^ +%pip install -q "keras_mp.*', setup.source, re.MULTILINE
+        r"^ +%pip install -q \./keras_mp-\*\.whl .*", setup.source, re.MULTILINE
     )
     with_data = any("sklearn" in cell.source for cell in others)
     assert ("scikit-learn" in install) == with_data

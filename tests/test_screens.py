@@ -141,7 +141,7 @@ def test_without_matplotlib_the_page_says_so_and_has_the_rest(browser, tmp_path)
         block(patch, "matplotlib")
         diagnosed("float32").to_html(tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
-    sentence = 'Drawing needs matplotlib: pip install "keras_mp[plots]"'
+    sentence = "Drawing needs matplotlib: pip install matplotlib"
     assert f"No picture. {sentence}" in browser.texts("p")
     assert browser.hidden("h2, li, p, summary") == []
 
