@@ -66,14 +66,32 @@ def _in_short(suite: str, folder: pathlib.Path) -> str:
     records = read(folder / f"{suite}.json", suite)
     found = suite_named(suite)
     records = [record for record in records if record["case"] in found.in_short]
-    return "\n\n".join(table.markdown() for table in found.tables(records))
+    tables = (table.markdown() for table in found.tables(records))
+    return "\n\n".join([*tables, *_ages(records, _verb(suite))])
+
+
+def _verb(suite: str) -> str:
+    return "Compiled for" if suite == "compiled" else "Measured on"
+
+
+def _ages(records: Sequence[Record], verb: str) -> list[str]:
+    """When, and at which commits of ours, each backend was measured on each device."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if "device" in record:
+            found.setdefault((record["device"], record["backend"]), []).append(record)
+    parts = [
+        f"{device}, {backend}: {max(r['day'] for r in mine)}, commit "
+        + ", ".join(dict.fromkeys(str(r["commit"]) for r in mine))
+        for (device, backend), mine in found.items()
+    ]
+    return [f"{verb} {'; '.join(parts)}."] if parts else []
 
 
 def _section(suite: str, folder: pathlib.Path) -> str:
     records = read(folder / f"{suite}.json", suite)
-    verb = "Compiled for" if suite == "compiled" else "Measured on"
     parts = [
-        *_origins(records, verb),
+        *_origins(records, _verb(suite)),
         *(t.markdown() for t in suite_named(suite).tables(records, whole=True)),
     ]
     if suite == "cost" and records:

@@ -1,6 +1,7 @@
 """Bad input gets an error that names argument, rule and value, and changes nothing."""
 
 import gc
+import inspect
 
 import keras
 import numpy as np
@@ -158,6 +159,15 @@ def test_a_variable_that_the_optimizer_does_not_know_is_named():
 def test_an_argument_that_no_wrapper_has_is_refused_with_those_it_has(name):
     with pytest.raises(ValueError, match=f"`{name}`.*initial_scale.*backoff_factor"):
         keras_mp.LossScaleOptimizer("sgd", **{name: 0.1})
+
+
+def test_that_error_has_every_argument():
+    with pytest.raises(ValueError) as error:
+        keras_mp.LossScaleOptimizer("sgd", scale=2.0)
+    named = str(error.value).partition("It takes ")[2].partition(";")[0]
+    takes = inspect.signature(keras_mp.LossScaleOptimizer.__init__).parameters
+    expected = {*takes} - {"self", "inner_optimizer", "kwargs"}
+    assert {*named.replace(" and ", ", ").split(", ")} == expected
 
 
 def test_a_stateless_step_wants_a_value_for_each_variable():

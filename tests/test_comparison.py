@@ -291,6 +291,27 @@ def test_a_training_that_diverges_is_a_result():
 
 
 @pytest.mark.trains_many
+def test_a_training_whose_every_step_was_skipped_has_no_time_and_no_result():
+    # The loss is finite, and the gradient is not: that of a root is infinite at 0.
+    def spoil(x, dtype, training):
+        return x + ops.sqrt(x * 0.0) if dtype == "float16" else x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of the steps that no scale can mend.
+        policies = "float32", "mixed_float16"
+    found = compare(spoiled(spoil), policies=policies, seeds=1, epochs=2)
+    base, half = found.trainings
+    assert base.seconds_per_step and not base.diverged
+    assert half.skipped_steps > 0 and half.seconds_per_step is None
+    assert half.diverged == "every step was skipped"
+    assert found.time("mixed_float16") is None
+    assert math.isnan(found.values("mixed_float16", "mae")[0])
+    assert "mixed_float16 diverged with 1 of 1 seed: every step was skipped" in str(
+        found
+    )
+
+
+@pytest.mark.trains_many
 def test_a_loss_that_ends_as_nan_has_diverged():
     def spoil(x, dtype, training):
         return x / (x - x) if dtype == "bfloat16" else x

@@ -127,6 +127,6 @@ def refuse_inner_arguments(kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "LossScaleOptimizer does not support arguments: "
             f"`{'`, `'.join(unknown)}`. Received: {unknown}. It takes "
-            f"{', '.join(own)}, max_consecutive_skips and name; set the inner "
-            "optimizer's own arguments on it."
+            f"{', '.join(own)}, max_consecutive_skips, retake_steps and name; set the "
+            "inner optimizer's own arguments on it."
         )

@@ -33,7 +33,7 @@ class Training:
         seed: of the initial weights and the order of the batches.
         metrics: of the validation data, after the training; empty if an error ended it.
         losses: the mean training loss of each epoch.
-        seconds_per_step: None if there were too few steps.
+        seconds_per_step: None if there were too few steps, or every step was skipped.
         peak_memory: in bytes; None if it is not counted.
         skipped_steps: None without a loss scale.
         diverged: why it diverged; empty if it did not.
@@ -108,12 +108,15 @@ def train_once(
         if not math.isfinite(loss):
             diverged = diverged or f"the loss is {loss}"
     skipped = getattr(model.optimizer, "skipped_steps", None)
+    in_vain = bool(skipped) and int(model.optimizer.iterations) == 0
+    if in_vain:
+        diverged = diverged or "every step was skipped"
     return Training(
         policy=label,
         seed=seed,
         metrics=numbers,
         losses=tuple(float(loss) for loss in losses),
-        seconds_per_step=stopwatch.seconds_per_step,
+        seconds_per_step=None if in_vain else stopwatch.seconds_per_step,
         peak_memory=memory,
         skipped_steps=None if skipped is None else int(skipped),
         diverged=diverged,
