@@ -22,7 +22,7 @@ from keras_mp_cli.scripts import import_script
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point of `keras-mp` and of `python -m keras_mp_cli`."""
-    options = vars(arguments.parser().parse_args(argv))
+    options = arguments.parsed(argv)
     command = options.pop("command")
     if command == "run":
         run.run(**options)

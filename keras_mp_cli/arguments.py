@@ -2,16 +2,30 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from typing import Any
 
 from keras_mp_cli.backends import BACKENDS
 
 POLICIES = ("auto", "mixed_float16", "mixed_bfloat16", "bfloat16", "float32")
+# keras_mp knows them, too, but cannot be imported before the backend is chosen.
+_SHORT_NAMES = {"half": "mixed_float16", "fp16": "mixed_float16",
+                "bf16": "mixed_bfloat16", "fp32": "float32"}  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser. `command` is what the user asked for, the rest are its arguments."""
+def parsed(argv: Sequence[str] | None) -> dict[str, Any]:
+    """The `command` that the user asks for, and its arguments."""
+    parser, commands = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # argparse itself shows the usage of `keras-mp` here.
+        command = commands.choices[options.command]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return vars(options)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Any]:
     parser = argparse.ArgumentParser(
         prog="keras-mp",
         description="Mixed precision for Keras 3.",
@@ -25,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for add in (_demo, _compare, _doctor, _inspect, _replay, _run):
         add(commands)
-    return parser
+    return parser, commands
 
 
 def _demo(commands: Any) -> None:
@@ -124,7 +138,8 @@ def _run(commands: Any) -> None:
         "global policy as soon as the script has imported Keras. A policy that the "
         "script sets itself wins, and so does a backend that it sets in os.environ. "
         "The Python processes that it starts have the policy, too. At the end, prints "
-        "one line for each optimizer on stderr: loss scale, steps, skipped steps.",
+        "one line for each optimizer on stderr, loss scale, steps and skipped steps, "
+        "and one with the policy and why.",
     )
     # Where argparse writes it, ARGS are "...".
     command.usage = (
@@ -132,9 +147,10 @@ def _run(commands: Any) -> None:
     )
     command.add_argument(
         "--policy",
-        choices=POLICIES,
+        type=_policy,
         default="auto",
-        help="the policy; auto picks the one that suits the hardware",
+        metavar="POLICY",
+        help=f"one of {', '.join(POLICIES)}; auto picks what suits the hardware",
     )
     _add_backend(command, "KERAS_BACKEND, else what Keras takes, if it is installed, ")
     command.add_argument("script", metavar="SCRIPT", help="the training script")
@@ -184,6 +200,17 @@ def _add_number(
 def _add_file(command: argparse.ArgumentParser, default: str, text: str) -> None:
     command.add_argument(
         "--out", type=_file_to_write, default=default, metavar="PATH", help=text
+    )
+
+
+def _policy(text: str) -> str:
+    if text in POLICIES:
+        return text
+    spelled = text.strip().lower().replace("-", "_").replace(" ", "_")
+    meant = spelled if spelled in POLICIES else _SHORT_NAMES.get(spelled)
+    raise argparse.ArgumentTypeError(
+        f"must be one of {', '.join(POLICIES)}. Received: {text}"
+        + (f". Did you mean {meant}?" if meant else "")
     )
 
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.machinery
 import io
+import itertools
 import os
 import sys
 import types
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from keras_mp_cli.arguments import POLICIES
 from keras_mp_cli.backends import BACKENDS, fall_back, set_backend
 from keras_mp_cli.messages import fail, is_missing_package, missing_package_is_one_line
 from keras_mp_cli.tracebacks import remove_our_frames
@@ -138,6 +140,7 @@ def run(
         with missing_package_is_one_line():
             set_backend(backend)
 
+    _say_if_misplaced(script, args)
     hook = PolicyOnKerasImport(policy, functools.partial(_say_if_other, backend))
     sys.meta_path.insert(0, hook)
     os.environ[_POLICY] = policy
@@ -157,11 +160,14 @@ def run(
         __loader__=importlib.machinery.SourceFileLoader("__main__", path),
     )
     sys.modules["__main__"] = module
+    failed = False
     try:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-    except SystemExit:
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
         raise
     except BaseException as error:
+        failed = True
         remove_our_frames(error)
         sys.excepthook(type(error), error, error.__traceback__)
         # It goes on to the interpreter, which knows the right exit status (an
@@ -169,7 +175,7 @@ def run(
         sys.excepthook = lambda *_: None
         raise
     finally:
-        for line in _report(hook):
+        for line in _report(hook, failed):
             print(f"keras-mp: {line}", file=sys.stderr)
 
 
@@ -188,6 +194,19 @@ def _say_what_it_trained() -> None:
         print(f"keras-mp: process {os.getpid()}: {line}", file=sys.stderr)
 
 
+def _say_if_misplaced(script: str, args: Sequence[str]) -> None:
+    """Names an option of ours that stands after the script, and so is the script's."""
+    given = [part for arg in args for part in arg.split("=", 1)]
+    for option, values in {"--policy": POLICIES, "--backend": BACKENDS}.items():
+        for name, value in itertools.pairwise(given):
+            if name == option and value in values:
+                print(
+                    f"keras-mp: {option} {value} stands after {script}, which gets it. "
+                    f"For keras-mp: keras-mp run {option} {value} {script}",
+                    file=sys.stderr,
+                )
+
+
 def _say_if_other(backend: str | None) -> None:
     if backend is None:
         return
@@ -199,17 +218,21 @@ def _say_if_other(backend: str | None) -> None:
         )
 
 
-def _report(hook: PolicyOnKerasImport) -> Iterator[str]:
-    """The lines to print when the script has ended."""
+def _report(hook: PolicyOnKerasImport, failed: bool) -> Iterator[str]:
+    """The lines to print when the script has ended, or `failed`."""
     if not hook.done:
         yield _what_is_missing(hook) or hook.outcome
         return
+    nothing = (
+        [] if failed else ["the script itself compiled no model with an optimizer"]
+    )
     # Whatever the script has done to the summary, its own exit status counts.
     try:
-        lines = importlib.import_module(_SUMMARY).lines()
+        summary = importlib.import_module(_SUMMARY)
+        lines = [*(summary.lines() or nothing), summary.of_policy(hook.policy)]
     except Exception as error:
         lines = [f"no summary of the optimizers: {type(error).__name__}: {error}"]
-    yield from lines or ["the script itself compiled no model with an optimizer"]
+    yield from lines
 
 
 def _what_is_missing(hook: PolicyOnKerasImport) -> str:

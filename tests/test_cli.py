@@ -282,7 +282,7 @@ def test_a_file_that_may_not_be_written_is_refused(
     closed = {str(path if exists else tmp_path)}
     monkeypatch.setattr("os.access", lambda path, mode: path not in closed)
     with pytest.raises(SystemExit):
-        arguments.parser().parse_args(["demo", "--out", str(path)])
+        arguments.parsed(["demo", "--out", str(path)])
     assert f"must be a file that you may write. Received: {path}" in (
         capsys.readouterr().err
     )

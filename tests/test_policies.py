@@ -280,6 +280,10 @@ def test_the_global_policy_may_be_the_name_of_a_float_dtype_or_a_policy_of_keras
     [
         ("fp16", r".*Did you mean 'mixed_float16'\?"),
         ("bf16", r".*Did you mean 'mixed_bfloat16'\?"),
+        ("half", r".*Did you mean 'mixed_float16'\?"),
+        ("mixed-float16", r".*Did you mean 'mixed_float16'\?"),
+        ("MIXED_FLOAT16", r".*Did you mean 'mixed_float16'\?"),
+        ("mixed_bfloat16 ", r".*Did you mean 'mixed_bfloat16'\?"),
         *((name, "") for name in ("mixed_float32", "", "int8", None, 16, object)),
     ],
 )

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from workplace import ROOT, SUMMARY, install, real, refusal, write
+from workplace import OPTIMIZER, ROOT, SUMMARY, install, real, refusal, write
 
 
 def without_our_lines(stderr: str) -> str:
@@ -128,7 +128,16 @@ def test_script_that_compiles_nothing_is_told_so(work):
     )
     assert result.stderr == (
         "keras-mp: the script itself compiled no model with an optimizer\n"
+        "keras-mp: policy auto: because\n"
     )
+
+
+@pytest.mark.parametrize("ending", ["1 / 0", "raise SystemExit('bad')"])
+def test_script_that_fails_is_not_told_that_it_compiles_nothing(work, ending):
+    emptied = "import keras_mp.loss_scaling.summary as log; log.entries.clear()"
+    result = work.run(f"{emptied}\n{ending}")
+    assert "compiled no model" not in result.stderr
+    assert "keras-mp: policy auto: because\n" in result.stderr
 
 
 def test_summary_that_fails_changes_neither_traceback_nor_exit_status(work):
@@ -204,6 +213,21 @@ def test_arguments_after_the_script_are_its_own_even_if_they_look_like_ours(work
     args = ["--policy", "mine", "--backend", "x", "-h", "--", "--version", "a b", ""]
     result = work.run("import sys; print(sys.argv)", *args)
     assert result.stdout == f"{['train.py', *args]}\n"
+    assert "stands after" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--policy", "mixed_float16"], ["--policy=mixed_float16"], ["--backend", "jax"]],
+)
+def test_an_option_of_ours_after_the_script_is_named(work, args):
+    result = work.run("import sys; print(sys.argv)", "--epochs", "3", *args)
+    assert result.stdout == f"{['train.py', '--epochs', '3', *args]}\n"
+    given = " ".join(args).replace("=", " ")
+    assert result.stderr.startswith(
+        f"keras-mp: {given} stands after train.py, which gets it. "
+        f"For keras-mp: keras-mp run {given} train.py\n"
+    )
 
 
 def test_script_finds_the_modules_beside_it_and_keeps_its_working_directory(work):
@@ -308,11 +332,12 @@ def test_the_processes_of_the_script_have_its_policy(work, start):
     args = "run", "--policy", "mixed_bfloat16", script, start
     result = work.command(*args, flags=())
     assert "works under mixed_bfloat16\n" in result.stdout, result.stderr
-    assert SUMMARY in result.stderr
-    trained = result.stderr.removesuffix(SUMMARY)
+    summary = SUMMARY.replace("auto", "mixed_bfloat16")
+    assert result.stderr.endswith(summary)
+    trained = result.stderr.removesuffix(summary)
     # Those that are forked end without what is registered for the end of a process.
     if start in ("spawn", "subprocess"):
-        line = SUMMARY.removeprefix("keras-mp: ")
+        line = OPTIMIZER.removeprefix("keras-mp: ")
         assert re.fullmatch(rf"keras-mp: process \d+: {re.escape(line)}", trained)
     else:
         assert trained == ""
@@ -389,7 +414,32 @@ def test_what_is_not_there_is_one_line_and_status_2(work, args, error):
 
 def test_unknown_policy_is_refused_with_the_ones_there_are(work):
     result = work.command("run", "--policy", "float16", "train.py")
-    assert "mixed_bfloat16" in result.stderr
+    assert "mixed_bfloat16" in result.stderr and "Did you mean" not in result.stderr
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("mixed-float16", "mixed_float16"),
+        ("MIXED_FLOAT16", "mixed_float16"),
+        ("mixed_bfloat16 ", "mixed_bfloat16"),
+        ("half", "mixed_float16"),
+        ("bf16", "mixed_bfloat16"),
+    ],
+)
+def test_a_policy_in_another_spelling_is_guessed(work, name, meant):
+    result = work.command("run", "--policy", name, "train.py")
+    assert f"Received: {name}. Did you mean {meant}?" in result.stderr
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize("command", ["run", "demo", "inspect", "compare", "doctor"])
+def test_an_unknown_option_shows_the_usage_of_its_command(work, command):
+    file = [] if command in ("demo", "doctor") else ["file"]
+    result = work.command(command, "--unknown", *file)
+    assert result.stderr.startswith(f"usage: keras-mp {command} ")
+    assert f"keras-mp {command}: error: unrecognized arguments: --unkn" in result.stderr
     assert result.returncode == 2
 
 
@@ -434,9 +484,28 @@ def real_run(home, policy, *args, text=TRAIN, **variables):
 def test_real_script_trains_in_float16_and_its_optimizer_is_summarized(tmp_path):
     result = real_run(tmp_path, "mixed_float16")
     assert result.stdout.endswith(" mixed_float16\n")
-    summary = result.stderr.splitlines()[-1]
+    summary, policy = result.stderr.splitlines()[-2:]
     assert summary.startswith("keras-mp: ")
     assert summary.endswith(": loss scale 32768, 2 steps, 0 skipped")
+    assert policy == "keras-mp: policy mixed_float16: as --policy says"
+
+
+@pytest.mark.parametrize(
+    ("policy", "line", "said"),
+    [
+        ("auto", "", r"policy \w+: .*[.]"),
+        ("mixed_float16", "keras.config.set_dtype_policy('mixed_bfloat16')",
+         "policy mixed_bfloat16: the script sets it itself, and --policy is not used"),
+        ("auto", "import keras_mp; keras_mp.set_global_policy('mixed_bfloat16')",
+         "policy mixed_bfloat16: the script sets it itself, and --policy is not used"),
+        ("bfloat16", "import keras_mp; keras_mp.set_global_policy('bfloat16')",
+         "policy bfloat16: as --policy says"),
+    ],
+)  # fmt: skip
+def test_real_script_is_told_its_policy_and_why(tmp_path, policy, line, said):
+    result = real_run(tmp_path, policy, text=f"import keras\n{line}\n")
+    last = result.stderr.splitlines()[-1]
+    assert re.fullmatch(f"keras-mp: {said}", last), result.stderr
 
 
 @pytest.mark.once
@@ -446,7 +515,7 @@ def test_real_script_chooses_its_backend_itself(tmp_path, backend):
         pytest.skip(f"{backend} is not installed")
     result = real_run(tmp_path, "mixed_bfloat16", backend)
     assert result.stdout.endswith(f"{backend} mixed_bfloat16\n")
-    assert result.stderr.endswith(": no loss scaling, 2 steps\n")
+    assert ": no loss scaling, 2 steps\nkeras-mp: policy" in result.stderr
 
 
 @pytest.mark.once

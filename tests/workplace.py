@@ -79,6 +79,8 @@ FAKES = {
             entries = ["adam: loss scale 8, 5 steps, 1 skipped"]
         def lines():
             return entries
+        def of_policy(asked):
+            return f"policy {asked}: because"
     """,
     "keras_mp/loss_scaling/__init__.py": "",
     "keras_mp_cli/demo.py": """
@@ -95,7 +97,8 @@ FAKES = {
             return keras
     """,
 }
-SUMMARY = "keras-mp: adam: loss scale 8, 5 steps, 1 skipped\n"
+OPTIMIZER = "keras-mp: adam: loss scale 8, 5 steps, 1 skipped\n"
+SUMMARY = f"{OPTIMIZER}keras-mp: policy auto: because\n"
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

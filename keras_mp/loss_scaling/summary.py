@@ -11,7 +11,9 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp.config import global_policy
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.policies.hardware import recommended_policy
 
 
 @dataclasses.dataclass
@@ -65,6 +67,21 @@ def note(optimizer: Any) -> None:
         loss_scale=getattr(optimizer, "dynamic_scale", None),
         skipped_steps=scaling.skipped_steps if scaling else None,
     )
+
+
+def of_policy(asked: str) -> str:
+    """The policy at the end of a program, and why it is that.
+
+    Args:
+        asked: the name of the policy that was set before its first line.
+    """
+    name, expected, why = global_policy().name, asked, "as --policy says"
+    if asked == "auto":
+        recommended = recommended_policy()
+        expected, why = recommended.name, recommended.reason
+    if name != expected:
+        return f"policy {name}: the script sets it itself, and --policy is not used"
+    return f"policy {name}: {why}"
 
 
 def lines() -> list[str]:

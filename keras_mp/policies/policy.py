@@ -248,7 +248,7 @@ def _named(name: str | keras.DTypePolicy) -> keras.DTypePolicy:
             return keras.dtype_policies.get(name)
         except ValueError:
             pass  # The error below lists the known names.
-    meant = _SHORT_NAMES.get(name) if isinstance(name, str) else None
+    meant = _meant_by(name) if isinstance(name, str) else None
     raise ValueError(
         "`policy` must be 'float32', 'mixed_float16', 'mixed_bfloat16', 'bfloat16', "
         "'auto', the name of a float dtype, or a DTypePolicy. Received: "
@@ -256,7 +256,15 @@ def _named(name: str | keras.DTypePolicy) -> keras.DTypePolicy:
     )
 
 
+def _meant_by(name: str) -> str | None:
+    """The policy that a name in another spelling stands for, if any."""
+    spelled = name.strip().lower().replace("-", "_").replace(" ", "_")
+    known = "float32", "mixed_float16", "mixed_bfloat16", "bfloat16", "auto"
+    return spelled if spelled in known else _SHORT_NAMES.get(spelled)
+
+
 _SHORT_NAMES = {
+    "half": "mixed_float16",
     "fp16": "mixed_float16",
     "bf16": "mixed_bfloat16",
     "fp32": "float32",
