@@ -11,7 +11,7 @@ import documents
 import keras
 import numpy as np
 import pytest
-from backends import BACKEND
+from backends import BACKEND, same_bits, values
 
 import keras_mp
 from keras_mp.policies.weights import LARGE
@@ -57,6 +57,33 @@ def test_the_code_of_a_page_runs_as_it_stands(path, monkeypatch, tmp_path):
     finally:
         if BACKEND == "jax":
             keras.distribution.set_distribution(None)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="there the step undoes it by itself")
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_loop_of_the_guide_puts_statistics_back_after_a_skipped_step(bad):
+    names = documents.run(DOCS / "guides/custom_loops.md")
+    layers = keras.layers
+    with keras_mp.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.BatchNormalization(),
+                layers.Dense(10, "softmax"),
+            ]
+        )
+    optimizer = keras_mp.LossScaleOptimizer("adam")
+    optimizer.build(model.trainable_variables)
+    names |= {"model": model, "optimizer": optimizer}
+    names["variables"] = model.trainable_variables
+    step = names["undoing"](names["train_step"])
+    if BACKEND == "tensorflow":
+        step = names["tf"].function(step)
+    x = np.full((8, 4), np.nan if bad else 3.0, "float32")
+    before = values(model.non_trainable_variables)
+    step(x, np.arange(8))
+    assert int(optimizer.skipped_steps) == bad
+    assert same_bits(before, values(model.non_trainable_variables)) == bad
 
 
 def test_layers_compute_in_what_the_guide_says():
