@@ -101,9 +101,11 @@ def _inspect(commands: Any) -> None:
         "print what the layers of a saved model compute in, and why",
         "Opens a saved Keras model and prints what every layer computes in and "
         "returns, what decided that, how large the layer is, and warnings. The model "
-        "is not run.",
+        "is not run. In a large model, layers that are alike share a row.",
     )
     _add_backend(command)
+    text = "give each layer of a large model a row of its own"
+    command.add_argument("--all", action="store_true", help=text)
     command.add_argument("model", metavar="MODEL", help="a .keras or .h5 file")
 
 

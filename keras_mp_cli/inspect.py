@@ -8,7 +8,7 @@ import keras_mp
 from keras_mp_cli.messages import fail, one_line
 
 
-def inspect(model: str) -> None:
+def inspect(model: str, all: bool = False) -> None:
     """Prints what the layers of a model in a file compute in."""
     try:
         opened = load_model(model)
@@ -23,4 +23,4 @@ def inspect(model: str) -> None:
             f"{one_line(with_optimizer)}",
             file=sys.stderr,
         )
-    print(keras_mp.inspect(opened))
+    print(keras_mp.inspect(opened).text(every_layer=all))

@@ -95,6 +95,13 @@ def test_inspect_prints_the_inspection_of_the_file_on_the_backend_asked_for(work
     assert (result.stderr, result.returncode) == ("", 0)
 
 
+def test_inspect_prints_every_layer_on_request(work):
+    install(work, "jax")
+    write(work.folder, {"model.keras": ""})
+    result = work.command("inspect", "--all", "model.keras")
+    assert result.stdout == "keras on jax\ninspected whole: the model\n"
+
+
 def test_inspect_goes_on_without_what_the_model_was_compiled_with(work):
     install(work, "jax")
     write(work.folder, {"model.keras": "no such loss"})

@@ -1,5 +1,6 @@
 """`inspect`: what is shown of every layer, and what is warned of, where it is true."""
 
+import functools
 import json
 import re
 
@@ -720,6 +721,52 @@ def test_a_clean_model_has_no_warnings():
     model.compile("adam", "sparse_categorical_crossentropy")
     assert keras_mp.inspect(model).warnings == ()
     assert "Look at" not in str(keras_mp.inspect(model))
+
+
+def test_layers_that_are_alike_share_a_row_of_a_large_model():
+    with keras_mp.policy_scope(MIXED):
+        inner = keras.Sequential(
+            [keras.Input((8,)), *(layers.Dense(8, "softmax") for _ in range(3))]
+        )
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                *(layers.Dense(8, name=f"dense_{i}") for i in range(30)),
+                *(layers.LayerNormalization(name=f"norm_{i}") for i in range(10)),
+                layers.Reshape((1, 1, 8)),
+                layers.GlobalAveragePooling2D(name="pooling"),
+                inner,
+                layers.Dense(4, dtype="float32", name="head"),
+            ],
+            name="model",
+        )
+    found = keras_mp.inspect(model)
+    text = found.text()
+    assert text == str(found)
+    table = text[text.index("computes") :]
+    assert re.search(r"^model/dense_0 +float16 +float16 +policy +8\.6 kB", table, re.M)
+    assert re.search(r"^and 29 more +\+4\.3 kB", table, re.M)
+    assert "and 9 more" in table and "and 2 more" in table  # norms, softmax
+    assert "model/dense_1 " not in table and "model/head" in table
+    # What is said of the whole model stands first.
+    assert text.index("Weights: ") < text.index("computes")
+    assert "keras-mp inspect --all" in " ".join(text.split())
+    every = found.text(every_layer=True)
+    assert "share a row" not in every and "and 29 more" not in every
+    paths = [layer.path for layer in found.layers]
+    assert len(paths) == 47 and all(path in every.split() for path in paths)
+    for lines in (text, every):
+        words = {word for line in lines.splitlines() for word in line.split()}
+        assert {"GlobalAveragePooling2D", "LayerNormalization"} <= words or (
+            {"GlobalAverage", "Pooling2D"} <= words
+        )
+        assert max(map(len, lines.splitlines())) <= 80
+
+
+def test_a_small_model_has_a_row_for_each_layer():
+    model = graph(*(functools.partial(layers.Dense, 8) for _ in range(3)))
+    text = str(keras_mp.inspect(model))
+    assert "more" not in text and text == keras_mp.inspect(model).text(every_layer=True)
 
 
 # Numbers, in what JAX and TensorFlow trace --------------------------------------------

@@ -57,7 +57,9 @@ FAKES = {
         def global_policy():
             return SimpleNamespace(name=policy)
         def inspect(model):
-            return f"inspected: {model}"
+            def text(every_layer):
+                return f"inspected{' whole' if every_layer else ''}: {model}"
+            return SimpleNamespace(text=text)
         from keras_mp.diagnostics import compare
     """,
     "keras_mp/diagnostics.py": """

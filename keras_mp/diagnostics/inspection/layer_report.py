@@ -2,6 +2,7 @@
 
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from keras_mp.backends import engine
@@ -12,6 +13,7 @@ from keras_mp.display.tables import Table, folded, in_bytes
 _WIDTH = 80
 _GAP = 2
 _RULE_WIDTH = 19
+_MOST_ROWS = 40
 # Fact -> the heading of its column.
 _SIZES = {
     "weight_bytes_float32": "weights in float32",
@@ -60,6 +62,19 @@ class Inspection:
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, every_layer: bool = False) -> str:
+        """A summary, and a table of the layers for a terminal of 80 columns.
+
+        Args:
+            every_layer: whether each layer of a large model has a row of its own.
+                Otherwise layers that are alike, in class, dtypes and reason, share one
+                with the sums of their sizes, if there are more than 40.
+        """
+        groups = [[layer] for layer in self.layers]
+        if not every_layer and len(groups) > _MOST_ROWS:
+            groups = _alike(self.layers)
         columns = (
             "computes\nin",
             "returns",
@@ -69,29 +84,38 @@ class Inspection:
         )
         rows = [
             (
-                layer.compute_dtype or "",
-                (layer.output_dtype or "?") if layer.compute_dtype else "",
-                textwrap.fill(layer.decided_by, _RULE_WIDTH),
-                _weights(layer),
-                _outputs(layer),
+                first.compute_dtype or "",
+                (first.output_dtype or "?") if first.compute_dtype else "",
+                textwrap.fill(first.decided_by, _RULE_WIDTH),
+                _weights(group),
+                _outputs(group),
             )
-            for layer in self.layers
+            for group in groups
+            for first in group[:1]
         ]
         # The paths, which are the longest, get the rest of the line.
         taken = [
             max(len(line) for cell in column for line in cell.split("\n"))
             for column in zip(columns, *rows, strict=True)
         ]
-        left = _WIDTH - sum(taken) - _GAP * len(taken)
+        left = _WIDTH - sum(taken) - _GAP * (len(taken) + 1)
         names = []
-        for layer in self.layers:
-            classes = [f"  {part}" for part in folded(layer.class_name, left - 2)]
-            names.append("\n".join([*folded(layer.path, left), *classes]))
+        for first, *others in groups:
+            classes = [f"  {part}" for part in folded(first.class_name, left - 2)]
+            more = [f"and {len(others)} more"] if others else []
+            names.append("\n".join([*folded(first.path, left), *more, *classes]))
+        notes = self._notes()
+        if len(groups) < len(self.layers):
+            note = (
+                "Layers that are alike share a row, with the sums of their sizes. Each "
+                "has its own in print(keras_mp.inspect(model).text(every_layer=True)), "
+                "and with `keras-mp inspect --all`."
+            )
+            notes.insert(1, note)
         return Table(
             ("layer", *columns),
             [(name, *row) for name, row in zip(names, rows, strict=True)],
-            self._title(),
-            self._notes(),
+            "\n".join([self._title(), "", *notes]),
         ).text(_WIDTH)
 
     __repr__ = __str__
@@ -152,23 +176,43 @@ class Inspection:
         return notes
 
 
-def _weights(layer: LayerFacts) -> str:
-    if not layer.weight_bytes:
-        return "?" if layer.weight_bytes is None else ""
-    lines = [in_bytes(layer.weight_bytes)]
-    if layer.variable_dtype != "float32":
-        lines.append(str(layer.variable_dtype))
-    if layer.half_copy_bytes:
-        lines.append(f"+{in_bytes(layer.half_copy_bytes)}")
+def _alike(layers: Sequence[LayerFacts]) -> list[list[LayerFacts]]:
+    """Layers that have all but their names and sizes in common, first ones first."""
+    groups: dict[Any, list[LayerFacts]] = {}
+    for layer in layers:
+        # A graph holds other layers in each place.
+        key: Any = layer.path
+        if layer.compute_dtype is not None:
+            known = layer.weight_bytes is not None, layer.output_bytes is not None
+            dtypes = layer.compute_dtype, layer.variable_dtype, layer.output_dtype
+            key = layer.class_name, dtypes, layer.decided_by, layer.products, known
+        groups.setdefault(key, []).append(layer)
+    return [*groups.values()]
+
+
+def _sum(group: Sequence[LayerFacts], size: str) -> int | None:
+    """None if it is not known of them."""
+    sizes = [getattr(layer, size) for layer in group]
+    return None if None in sizes else sum(sizes)
+
+
+def _weights(group: Sequence[LayerFacts]) -> str:
+    weights, copies = _sum(group, "weight_bytes"), _sum(group, "half_copy_bytes")
+    if not weights:
+        return "?" if weights is None else ""
+    lines = [in_bytes(weights)]
+    if group[0].variable_dtype != "float32":
+        lines.append(str(group[0].variable_dtype))
+    if copies:
+        lines.append(f"+{in_bytes(copies)}")
     return "\n".join(lines)
 
 
-def _outputs(layer: LayerFacts) -> str:
-    if layer.compute_dtype is None:
+def _outputs(group: Sequence[LayerFacts]) -> str:
+    if group[0].compute_dtype is None:
         return ""  # Its layers list them.
-    if layer.output_bytes == layer.output_bytes_float32:
-        return in_bytes(layer.output_bytes)
-    return f"{in_bytes(layer.output_bytes)}\n{in_bytes(layer.output_bytes_float32)}"
+    sizes = [_sum(group, name) for name in ("output_bytes", "output_bytes_float32")]
+    return "\n".join(in_bytes(size) for size in dict.fromkeys(sizes))
 
 
 def _is_unknown(layer: LayerFacts) -> bool:
