@@ -58,7 +58,7 @@ class KernelWatch:
             known = now.keys() & self._before.keys()
             still = {i for i in known if _equal(now[i], self._before[i])}
             if len(still) < len(known):
-                self.done = True
+                self.done, self._before = True, {}
                 kernels = [v for v in _kernels(model) if id(v) in still]
                 if kernels:
                     return functools.partial(_call, model, kernels, train_function)
@@ -126,9 +126,10 @@ def _tell(model: Any, kernels: Sequence[Any], batch: Any) -> None:
     dtypes = {x.compute_dtype for x in private.layers_in(model) if computes_in_half(x)}
     warn(
         f"{len(lost)} of {len(_kernels(model))} kernels in half precision are bit for "
-        f"bit what they were {STEPS} steps ago: {named([v.path for v in lost])}. Their "
-        f"gradients are 0 in {' and '.join(sorted(dtypes))}, but not in float32: an "
-        "operation between them and the loss overflows or underflows. Find the layer: "
+        "bit what they were when the training began: "
+        f"{named([v.path for v in lost])}. Their gradients are 0 in "
+        f"{' and '.join(sorted(dtypes))}, but not in float32: an operation between "
+        "them and the loss overflows or underflows. Find the layer: "
         "print(keras_mp.diagnose(model, x, y))"
     )
 
