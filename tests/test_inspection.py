@@ -725,15 +725,14 @@ def test_a_clean_model_has_no_warnings():
 
 def test_layers_that_are_alike_share_a_row_of_a_large_model():
     with keras_mp.policy_scope(MIXED):
-        inner = keras.Sequential(
-            [keras.Input((8,)), *(layers.Dense(8, "softmax") for _ in range(3))]
-        )
+        softmax = [layers.Dense(8, "softmax", name=f"soft_{i}") for i in range(3)]
+        inner = keras.Sequential([keras.Input((8,)), *softmax], name="inner")
         model = keras.Sequential(
             [
                 keras.Input((8,)),
                 *(layers.Dense(8, name=f"dense_{i}") for i in range(30)),
                 *(layers.LayerNormalization(name=f"norm_{i}") for i in range(10)),
-                layers.Reshape((1, 1, 8)),
+                layers.Reshape((1, 1, 8), name="reshape"),
                 layers.GlobalAveragePooling2D(name="pooling"),
                 inner,
                 layers.Dense(4, dtype="float32", name="head"),
