@@ -82,6 +82,31 @@ def _digits_mlp() -> Any:
     return model, keras.optimizers.Adam(5e-5), _CLASSES
 
 
+class Energies(layers.Layer):
+    """The energy of each pixel over the mean energy of the image, on any scale.
+
+    In float16 the squares of an image with values past 256 are infinite, and infinity
+    over infinity is nan.
+    """
+
+    def call(self, images: Any) -> Any:
+        energies = keras.ops.square(images)
+        return energies / keras.ops.mean(energies, axis=(1, 2, 3), keepdims=True)
+
+
+def _digits_with_one_on_another_scale() -> Data:
+    digits = _digits()
+    scale = np.ones((len(digits.x), 1, 1, 1), "float32")
+    scale[100] = 1000
+    return digits._replace(x=digits.x * scale)
+
+
+def _energies_cnn() -> Any:
+    inputs = keras.Input((8, 8, 1))
+    outputs = convolutions(16, 32)(Energies()(inputs))
+    return keras.Model(inputs, outputs), keras.optimizers.Adam(2e-3), _CLASSES
+
+
 # Python's own standard library, character by character and word by word -------------
 
 LENGTH, CHARACTERS = 64, 98
@@ -138,6 +163,44 @@ def _windows(ids: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
     starts = np.random.default_rng(0).integers(0, len(ids) - LENGTH - 1, number)
     windows = ids[starts[:, None] + np.arange(LENGTH + 1)]
     return windows[:, :-1], windows[:, 1:]
+
+
+# What comes next is one of as many words as a small language has.
+MANY_WORDS, CONTEXT = 30_000, 8
+
+
+def _after_eight_words() -> Data:
+    """Eight words of Python's library, its packages included, and the next one."""
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    modules = [*folder.glob("*.py"), *folder.glob("*/*.py")]
+    paths = [p for p in modules if p.parent.name not in ("site-packages", "test")]
+    texts = [p.read_text(encoding="utf-8", errors="ignore") for p in sorted(paths)]
+    words = re.findall(r"\w+|[^\w\s]|\n", "\n".join(texts))
+    frequent = collections.Counter(words).most_common(MANY_WORDS - 1)
+    known = {word: i for i, (word, _) in enumerate(frequent, start=1)}
+    ids = np.array([known.get(word, 0) for word in words], "int32")
+    train, test = np.split(ids, [len(ids) * 9 // 10])
+    return Data(*_next_one(train, 40_000), *_next_one(test, 4_000))
+
+
+def _next_one(ids: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.random.default_rng(0).integers(0, len(ids) - CONTEXT, number)
+    windows = ids[starts[:, None] + np.arange(CONTEXT + 1)]
+    return windows[:, :-1], windows[:, -1]
+
+
+def _many_classes() -> Any:
+    """A softmax over 30,000 words, and its loss from probabilities."""
+    model = keras.Sequential(
+        [
+            keras.Input((CONTEXT,), dtype="int32"),
+            layers.Embedding(MANY_WORDS, 32),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(MANY_WORDS, activation="softmax"),
+        ]
+    )
+    return model, keras.optimizers.SGD(1.0, momentum=0.9), _CLASSES
 
 
 def _language_model(vocabulary: int) -> Any:
@@ -270,8 +333,15 @@ TASKS = (
     Task("lora", "Gemma, made small, LoRA of rank 4", ("loss", "nats per word"),
          _manual, partial(_fine_tuned, True), batch=32, epochs=1, package="keras_hub"),
     Task("sigmoids", "digits, a deep network of sigmoids", ("accuracy", "accuracy"),
-         _one_hot_digits, _deep_sigmoids, batch=256, epochs=200),
+         _one_hot_digits, _deep_sigmoids, batch=256, epochs=200,
+         controls=("mixed_float16",)),
     Task("regression", "targets past 65504", ("loss", "mean absolute error"),
          _friedman, _regression, batch=64, epochs=100,
+         controls=("mixed_float16",)),
+    Task("one-bad-image", "digits, one of 1438 on another scale",
+         ("accuracy", "accuracy"), _digits_with_one_on_another_scale, _energies_cnn,
+         batch=32, epochs=4, controls=("mixed_float16",)),
+    Task("many-classes", "the next of 30,000 words", ("accuracy", "accuracy"),
+         _after_eight_words, _many_classes, batch=2048, epochs=2,
          controls=("mixed_float16",)),
 )  # fmt: skip
