@@ -41,9 +41,19 @@ WIDE_INTEGERS = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
 _SPACING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def lost_addend(scope: str, a: float, b: float, dtype: str) -> Iterator[LostAddend]:
-    """Yields the smaller of two addends if the other one swallows it."""
-    small, large = sorted((abs(a), abs(b)))
+def lost_addend(
+    scope: str, addends: Sequence[tuple[str, float]], dtype: str
+) -> Iterator[LostAddend]:
+    """Yields the smaller of two addends, of one scope, if the other swallows it.
+
+    Args:
+        scope: that of the sum.
+        addends: the constants in it: the scope and the size of each.
+        dtype: of the sum.
+    """
+    if len(addends) != 2 or any(own != scope for own, _ in addends):
+        return
+    small, large = sorted(size for _, size in addends)
     if 0 < small < large * _SPACING.get(dtype, 0) / 4 < math.inf:
         yield LostAddend(scope, small, large, dtype)
 

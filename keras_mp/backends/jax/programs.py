@@ -103,9 +103,7 @@ class _Program:
             numbers = map(self._value, equation.invars)
             scalars = [x for x in numbers if x is not None and np.size(x) == 1]
             found += [(name, abs(float(np.asarray(x).reshape(())))) for x in scalars]
-            if len(found) == 2 and found[0][0] == found[1][0] == name:
-                sizes = found[0][1], found[1][1]
-                yield from lost_addend(name, *sizes, str(out.aval.dtype))
+            yield from lost_addend(name, found, str(out.aval.dtype))
         if found:
             self._addends[out] = max(found, key=lambda addend: addend[1])
 

@@ -66,8 +66,7 @@ def _sums(operation: Any, addends: dict[str, tuple[str, float]]) -> Iterator[Fac
         if operation.type in _SUMS:
             numbers = [x for x in map(_scalar, inputs) if x is not None]
             found += [(name, abs(float(x))) for x in numbers]
-            if len(found) == 2 and found[0][0] == found[1][0] == name:
-                yield from lost_addend(name, found[0][1], found[1][1], out.dtype.name)
+            yield from lost_addend(name, found, out.dtype.name)
         if found:
             addends[out.name] = max(found, key=lambda addend: addend[1])
 
