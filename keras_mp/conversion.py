@@ -10,8 +10,9 @@ from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import choose_policy, chooser_for
-from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.layers import is_graph, keras_path, policy_of
 from keras_mp.policies.outputs import keep_outputs_in_float32
+from keras_mp.policies.paths import layer_path, name_layers, variable_path
 from keras_mp.policies.policy import Policy
 from keras_mp.policies.reach import warn_of_unmatched
 from keras_mp.policies.record import Precision, record_of
@@ -56,6 +57,7 @@ def convert(
     policy = Policy(policy)
     if _is_under(policy, model):
         return model
+    name_layers(model)
     layers = [layer for layer in private.layers_in(model) if _converts(layer)]
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))
@@ -75,7 +77,8 @@ def convert(
             symbolic.refresh(model)
         if not isinstance(error, symbolic.SymbolicCallError):
             raise
-        path = getattr(error.layer, "path", None) or error.layer.name
+        is_layer = isinstance(error.layer, keras.layers.Layer)
+        path = layer_path(error.layer) if is_layer else error.layer.name
         raise ValueError(
             f"`model` must be able to compute under the policy. Received: policy="
             f"{policy!r}, under which {path!r} ({type(error.layer).__name__}) raises "
@@ -124,7 +127,7 @@ def _can_be_called(layer: Any) -> bool:
 def _policy_at(policy: Any, layer: Any) -> Any:
     """The policy for a layer; in a map, the entry for its path."""
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return policy[layer_path(layer)]
+        return policy[keras_path(layer)]
     return policy
 
 
@@ -136,7 +139,7 @@ def _refuse_other_variables(layer: Any, policy: Any) -> None:
             raise ValueError(
                 "`policy` must keep variables in the dtype that they have. Received: "
                 f"policy={policy!r} for {policy.variable_dtype} variables, while "
-                f"{variable.path!r} of layer {layer_path(layer)!r} "
+                f"{variable_path(variable)!r} of layer {layer_path(layer)!r} "
                 f"({type(layer).__name__}) is {variable.dtype}. Create the model, or "
                 "load it, under the policy, and then load its weights."
             )

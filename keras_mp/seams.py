@@ -270,6 +270,7 @@ def _layer_call(original: Callable) -> Callable:
         outermost = is_model and _is_outermost()
         if first:
             note_call(self, args, kwargs)
+            outputs.note_first_call(self, args)
             choose_policy(self)
             inputs.keep_input_dtypes(self)
         if inputs.keeps_input_dtypes(self):
@@ -301,6 +302,7 @@ def _layer_call(original: Callable) -> Callable:
             again = functools.partial(original, self, *args, **kwargs)
             integer_casts.look(self, (args, kwargs), again)
         if first:
+            outputs.note_first_call(self, args)  # Its call may have created layers.
             record_of(self).chosen = self.dtype_policy
             unscaled.note_layer(self)
         if not outermost:

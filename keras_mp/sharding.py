@@ -11,7 +11,8 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.display.messages import warn
-from keras_mp.policies.layers import children_of, layer_path
+from keras_mp.policies.layers import children_of
+from keras_mp.policies.paths import layer_path
 
 # A layer with a smaller share of the weights has no group of its own: gathering it
 # takes longer than sending it. It is gathered with others like it, for a whole pass.

@@ -27,6 +27,7 @@ from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.policies.paths import variable_path
 from keras_mp.policies.temporary import (
     computes_in_half,
     half_in_float32,
@@ -127,7 +128,7 @@ def _tell(model: Any, kernels: Sequence[Any], batch: Any) -> None:
     warn(
         f"{len(lost)} of {len(_kernels(model))} kernels in half precision are bit for "
         "bit what they were when the training began: "
-        f"{named([v.path for v in lost])}. Their gradients are 0 in "
+        f"{named([variable_path(v) for v in lost])}. Their gradients are 0 in "
         f"{' and '.join(sorted(dtypes))}, but not in float32: an operation between "
         "them and the loss overflows or underflows. Find the layer: "
         "print(keras_mp.diagnose(model, x, y))"

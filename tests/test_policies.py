@@ -446,8 +446,9 @@ FULL, HALF = "float32", "float16"
 EXCEPTIONS = {
     "none": ([], [HALF, HALF, HALF]),
     "a class": ([layers.LayerNormalization], [HALF, HALF, FULL]),
-    "an expression of the path": (["net/decoder/.*"], [FULL, FULL, HALF]),
-    "no whole path": (["decoder", "decoder/.*", "net/nor"], [HALF, HALF, HALF]),
+    "an expression of the path": (["decoder/.*"], [FULL, FULL, HALF]),
+    "of Keras' own path": (["net/decoder/.*"], [FULL, FULL, HALF]),
+    "no whole path": (["early", "code.*", "net/nor", "nor"], [HALF, HALF, HALF]),
     "a predicate": ([lambda x: x.name in ("late", "norm")], [HALF, FULL, FULL]),
     # It takes all that it is made of with it.
     "a layer of layers": ([Decoder], [FULL, FULL, HALF]),

@@ -149,7 +149,7 @@ def test_convert_looks_at_every_policy_of_a_map_and_at_single_layers():
     (message,), _ = said_of(
         converted.layers[0], keras_mp.MixedFloat16(float32=["earl"])
     )
-    assert f"such as {path!r}." in message
+    assert f"such as {converted.layers[0].name!r}." in message
 
 
 def test_a_model_that_is_converted_before_it_is_built_is_named_at_its_first_step():

@@ -184,7 +184,7 @@ def test_an_activation_that_overflows_is_told_within_twenty_steps():
     line = message.rpartition(": ")[2]
     assert line == "print(keras_mp.diagnose(model, x, y))"
     report = eval(line[6:-1], {"keras_mp": keras_mp, "model": model, "x": x, "y": x})
-    assert report.verdict.overflowing[0].path == "model/square"
+    assert report.verdict.overflowing[0].path == "square"
     assert report.line == "" or report.cured
 
 

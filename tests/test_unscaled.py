@@ -67,8 +67,8 @@ def test_a_plain_optimizer_is_named_once_with_the_lines_that_mend_it():
         assert loop(model, optimizer) == 0
     (warning,) = [w for w in seen if w.category is UserWarning]
     for part in (
-        "sequential",
-        "/hidden",
+        "(dense",
+        "hidden",
         "LossScaleOptimizer(optimizer)",
         "scale_loss",
     ):

@@ -8,8 +8,9 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import BFLOAT16, HALF
-from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.layers import is_graph, policy_of
 from keras_mp.policies.outputs import producers
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import FLOAT32, MixedFloat16
 from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import Choice, computes_in_half

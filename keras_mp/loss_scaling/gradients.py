@@ -8,7 +8,7 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.loss_scaling.nonfinite import path_of
+from keras_mp.policies.paths import variable_path
 
 
 def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -28,7 +28,7 @@ def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
             raise ValueError(
                 "Each gradient must have the shape of its variable. Received: a "
                 f"gradient of shape {tuple(_shape(grad))} for variable "
-                f"{path_of(variable)} of shape {tuple(variable.shape)}."
+                f"{variable_path(variable)} of shape {tuple(variable.shape)}."
             )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_mp.backends.step import INFINITE, NAN
+from keras_mp.policies.paths import variable_path
 
 ROWS = 5
 # How many of the variables concerned a message names.
@@ -62,7 +63,7 @@ def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
     """Returns a line for each variable with a count, the highest count first."""
     columns = zip(variables, *ops.convert_to_numpy(counts).tolist(), strict=True)
     lines = [
-        NonfiniteGradient(path_of(variable), count, first, _kind(infinite, nan))
+        NonfiniteGradient(variable_path(variable), count, first, _kind(infinite, nan))
         for variable, count, infinite, nan, first, _ in columns
         if count
     ]
@@ -85,7 +86,7 @@ def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
     """Returns the paths of the variables that the last such step names, in order."""
     last = ops.convert_to_numpy(counts)[4].tolist()
     return [
-        path_of(variable)
+        variable_path(variable)
         for variable, step in zip(variables, last, strict=True)
         if step and step == max(last)
     ]
@@ -110,8 +111,3 @@ def named(paths: Sequence[str]) -> str:
 
 def _kind(infinite: int, nan: int) -> str:
     return ", ".join(k for k, n in (("inf", infinite), ("nan", nan)) if n)
-
-
-def path_of(variable: Any) -> str:
-    """The path of a Keras variable, or the name of a native one."""
-    return getattr(variable, "path", variable.name)

@@ -14,7 +14,7 @@ from typing import Any
 import keras_mp.keras_private as private
 from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.nonfinite import named
-from keras_mp.policies.layers import layer_path
+from keras_mp.policies.paths import layer_path
 from keras_mp.rounding.optimizer import parts_of
 
 # The layers that compute in float16, as they did when they were first called. A dict,

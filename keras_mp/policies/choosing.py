@@ -25,7 +25,7 @@ from keras_mp.policies.layers import (
     has_map,
     is_composite,
     is_graph,
-    layer_path,
+    keras_path,
     parts_of,
     policy_of,
 )
@@ -108,7 +108,7 @@ def choose_policy(layer: Any) -> None:
 
 
 def _choose_by_map(layer: Any) -> None:
-    path = layer_path(layer)
+    path = keras_path(layer)
     if IN_FILES + path in layer.dtype_policy:
         # The map has no entries for the parts of this layer that have no path.
         for part in filter(has_map, private.layers_in(layer)):
@@ -117,6 +117,25 @@ def _choose_by_map(layer: Any) -> None:
     elif not layer.path:
         # Keras sets the path only after it has cast the inputs, for some layers never.
         private.set_path(layer, path)
+
+
+def choose_by_path(model: Any) -> list[Any]:
+    """Lets policies choose again that go by paths, once these are known.
+
+    A block is called before the model exists that it becomes part of.
+
+    Returns:
+        The layers that have changed.
+    """
+    changed = []
+    for layer in private.layers_in(model):
+        decision, chooser = decision_for(layer), chooser_for(layer)
+        if chooser and chooser.goes_by_path and decision and not decision.rule:
+            decision = chooser.decide(layer)
+            if decision.rule:
+                _carry_out(layer, decision)
+                changed.append(layer)
+    return changed
 
 
 @contextlib.contextmanager

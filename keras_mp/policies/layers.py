@@ -74,17 +74,18 @@ def is_composite(layer: Any) -> bool:
     return any(child not in own for child in children_of(layer))
 
 
-def layer_path(layer: Any) -> str:
-    """The path of a layer; if Keras gives it none, the path of its first call.
+def keras_path(layer: Any) -> str:
+    """The path by which a map of policies knows a layer: Keras' own `path`.
 
-    Keras sets the path only after the first call, and never for a layer that is built
-    when it is created (Dropout, Activation).
+    If Keras gives it none, where it was first called: Keras sets the path only after
+    the first call, and never for a layer that is built when it is created (Dropout,
+    Activation).
     """
     if layer.path:
         return layer.path
     record = records.get(id(layer))
-    if record and record.path:
-        return record.path
+    if record and record.keras_path:
+        return record.keras_path
     scope = private.current_path()
     return f"{scope}/{layer.name}" if scope else layer.name
 
@@ -116,7 +117,7 @@ def takes_training(layer: Any) -> bool:
 def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Remembers where and with what a layer was first called, for those who ask."""
     record = record_of(layer)
-    record.path = layer_path(layer)
+    record.keras_path = keras_path(layer)
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
         record.first_input = first
@@ -165,7 +166,7 @@ def first_input(layer: Any) -> keras.KerasTensor | None:
 def policy_of(layer: Any) -> Any:
     """The policy that a layer computes under; in a map, the entry for its path."""
     policy: Any = getattr(layer, "dtype_policy", None)
-    return policy[layer_path(layer)] if has_map(layer) else policy
+    return policy[keras_path(layer)] if has_map(layer) else policy
 
 
 def has_map(layer: Any) -> bool:

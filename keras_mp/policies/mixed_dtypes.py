@@ -23,7 +23,8 @@ from keras_mp.policies.choosing import (
     first_call,
     keep_in_float32,
 )
-from keras_mp.policies.layers import layer_path, policy_of, users_code
+from keras_mp.policies.layers import policy_of, users_code
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision
 from keras_mp.policies.stock_rules import MIXES_DTYPES
 

@@ -16,11 +16,13 @@ import keras_mp.keras_private as private
 from keras_mp.backends.leaves import is_half_tensor, leaves
 from keras_mp.policies import hidden, returned, symbolic
 from keras_mp.policies.choosing import (
+    choose_by_path,
     decision_for,
     keep_output_in_float32,
     take_output_back,
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
+from keras_mp.policies.paths import name_layers
 from keras_mp.policies.policy import chooser_of
 
 # The compiled models with a graph, each with the ids of the layers that none of its
@@ -35,16 +37,27 @@ def note_compiled(model: Any) -> None:
     middle: that model's loss is computed from float32 anyway. It does not matter which
     models call this one, or contain it without being compiled.
     """
-    changed = []
+    name_layers(model)
+    changed = choose_by_path(model)
     if is_graph(model):
         heads = [x for head in _output_layers(model) for x in private.layers_in(head)]
         of_heads = set(map(id, heads))
         inside = [x for x in private.layers_in(model) if id(x) not in of_heads]
         _hidden[model] = {id(layer) for layer in inside}
-        changed = [layer for layer in inside if take_output_back(layer)]
+        changed += [layer for layer in inside if take_output_back(layer)]
     if changed := changed + keep_outputs_in_float32(model):
         symbolic.refresh(model, changed)
         _follow(model, {id(layer) for layer in changed})
+
+
+def note_first_call(layer: Any, arguments: Any) -> None:
+    """Names the layers within a layer, or model, that nothing else is calling."""
+    if private.is_in_a_call():
+        return
+    becomes_part = isinstance(next(leaves(arguments), None), keras.KerasTensor)
+    name_layers(layer, within_another=becomes_part)
+    if isinstance(layer, keras.Model) and (changed := choose_by_path(layer)):
+        symbolic.refresh(layer, changed)
 
 
 def note_changed(model: Any, layers: list[Any]) -> None:

@@ -23,8 +23,9 @@ from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.display.messages import warn
 from keras_mp.policies import inputs
 from keras_mp.policies.choosing import decision_for, keep_own_call_in_float32
-from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.layers import is_graph, policy_of
 from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision, record_of, records
 
 # The threads whose innermost call is that of such a model itself, not of a layer in it.

@@ -74,6 +74,11 @@ class ChoosingPolicy(keras.DTypePolicy):
         """What stays in float32 under this policy, and why; prints as a table."""
         return rules_with(self._users_rules, self._own_rules)
 
+    @property
+    def goes_by_path(self) -> bool:
+        """Does `float32` hold a regular expression?"""
+        return any(isinstance(entry, str) for entry in self.float32)
+
     def for_layer(self, layer: Any) -> keras.DTypePolicy:
         """Returns the stock Keras policy that `layer` computes under."""
         return self.decide(layer)[0]
@@ -141,7 +146,9 @@ class MixedFloat16(ChoosingPolicy):
     Args:
         float32: further layers that stay in float32: layer classes, regular
             expressions that the whole path of a layer must match (`re.fullmatch`), or
-            predicates layer -> bool.
+            predicates layer -> bool. A path is "block/conv", the names from the model's
+            own layers down, however the model was made. Keras' `layer.path` matches as
+            well.
         recompute_logits: on JAX, a large head's logits are not kept for the gradient of
             a cross-entropy but computed once more, in chunks of the classes: this
             saves memory and costs time. No file stores this argument.

@@ -10,7 +10,8 @@ import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.display.messages import warn
 from keras_mp.policies.choosing import decision_for
-from keras_mp.policies.layers import layer_path, policy_of
+from keras_mp.policies.layers import policy_of
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import chooser_of, was_asked_for
 
 # The models that were warned about, or need no warning.

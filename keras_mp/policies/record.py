@@ -19,6 +19,8 @@ _REMEMBERED = (
     "decision",
     "chosen",
     "path",
+    "inside",
+    "keras_path",
     "first_input",
     "called_with",
     "untried",
@@ -36,7 +38,9 @@ class Record:
     Attributes:
         decision: the `Decision` about its policy, or None.
         chosen: the policy under which it was last called for the first time.
-        path: where it was first called, for a layer to which Keras gives no path.
+        path: its path in the outermost model, or empty; see `paths`.
+        inside: whether that model is another than the layer itself.
+        keras_path: where it was first called, for a layer to which Keras gives no path.
         first_input: what it was first called with, symbolic: shape and dtype.
         called_with: for a layer that runs code of the user's, its first arguments.
         untried: whether it has code of the user's that has not run on values yet.
@@ -59,6 +63,8 @@ class Record:
         self.decision: Any = None
         self.chosen: Any = None
         self.path = ""
+        self.inside = False
+        self.keras_path = ""
         self.first_input: keras.KerasTensor | None = None
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
         self.untried = False

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 
 from keras_mp.display.tables import Table
-from keras_mp.policies.layers import layer_path
+from keras_mp.policies.layers import keras_path
+from keras_mp.policies.paths import layer_path
 
 BACKENDS = ("jax", "tensorflow", "torch")
 
@@ -106,7 +107,8 @@ def user_rule(pattern: Any) -> Rule:
 
 
 def _has_path(pattern: str, layer: Any) -> bool:
-    return re.fullmatch(pattern, layer_path(layer)) is not None
+    paths = layer_path(layer), keras_path(layer)
+    return any(re.fullmatch(pattern, path) for path in paths)
 
 
 def _users(name: str, applies: Any) -> Rule:

@@ -28,6 +28,7 @@ from keras_mp.loss_scaling.nonfinite import ROWS, added
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.schedule import LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp.policies.paths import variable_path
 
 _SEEDS = "seeds"
 
@@ -82,7 +83,7 @@ def save(
     before = step.scaling or Scaling(scaling.rule.initial_state(), np.zeros(0))
     if not before.counts.size:  # This step has built the optimizer.
         before = Scaling(before.state, np.zeros_like(after.counts))
-    paths = [v.path for v in private.own_trainable(optimizer)]
+    paths = [variable_path(v) for v in private.own_trainable(optimizer)]
     applied = int(ops.copy(private.applied_steps(optimizer.inner_optimizer).value))
     with written_at_once(folder) as made:
         with _restored(scaling, before, step.generators):

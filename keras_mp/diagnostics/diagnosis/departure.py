@@ -26,7 +26,7 @@ from keras_mp.diagnostics.temporary_policies import (
     with_float32,
 )
 from keras_mp.loss_scaling.one_batch import gradients_of
-from keras_mp.policies.layers import layer_path
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.temporary import Choice, temporary_policies
 
 

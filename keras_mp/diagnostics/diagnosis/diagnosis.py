@@ -24,6 +24,7 @@ from keras_mp.diagnostics.temporary_policies import (
     with_float32,
 )
 from keras_mp.display.progress_bar import check_verbose, progress_bar
+from keras_mp.policies.paths import variable_path
 from keras_mp.policies.temporary import Choice, temporary_policies
 
 # How many layers are added, one by one, to those that stay in float32.
@@ -168,10 +169,11 @@ def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
     }
     gradients = []
     for variable in reversed(model.trainable_variables):
-        found, owner = wide.gradients[variable.path], owners.get(id(variable))
+        path = variable_path(variable)
+        found, owner = wide.gradients[path], owners.get(id(variable))
         if found is not None:
             what = (id(owner) in half, layer_of(owner))
-            gradients.append(Measured(variable.path, "gradient", found, *what))
+            gradients.append(Measured(path, "gradient", found, *what))
     return (*outputs, *reversed(flowing), *gradients)
 
 

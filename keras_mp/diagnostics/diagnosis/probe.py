@@ -10,7 +10,7 @@ from keras_mp.backends.differentiation import See
 from keras_mp.diagnostics.calls import results_through
 from keras_mp.diagnostics.diagnosis.ranges import Range, range_of
 from keras_mp.loss_scaling.one_batch import gradients_of
-from keras_mp.policies.layers import layer_path
+from keras_mp.policies.paths import layer_path, variable_path
 
 
 class Output(NamedTuple):
@@ -43,7 +43,7 @@ def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
             for (path, operation), values, gradient in outputs
         ),
         loss=range_of(found.loss),
-        gradients={variable.path: _range(gradient) for variable, gradient in gradients},
+        gradients={variable_path(v): _range(gradient) for v, gradient in gradients},
     )
 
 

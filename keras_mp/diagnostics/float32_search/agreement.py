@@ -14,6 +14,7 @@ from keras_mp.backends.random_draws import same_draws_in_every_dtype
 from keras_mp.diagnostics.calls import results_through
 from keras_mp.diagnostics.temporary_policies import is_in_half
 from keras_mp.loss_scaling.one_batch import gradients_of
+from keras_mp.policies.paths import variable_path
 
 # How many times the error from rounding counts as agreement: healthy models stay below
 # 2.5 times.
@@ -173,7 +174,7 @@ def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity
     gradients = zip(model.trainable_variables, found.by_variable, strict=True)
     return [
         *outputs_of(found),
-        *(Quantity(v.path, g / scale) for v, g in gradients if g is not None),
+        *(Quantity(variable_path(v), g / scale) for v, g in gradients if g is not None),
     ]
 
 

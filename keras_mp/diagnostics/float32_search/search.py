@@ -30,7 +30,8 @@ from keras_mp.diagnostics.temporary_policies import (
 )
 from keras_mp.display.progress_bar import check_verbose, progress_bar
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies.layers import children_of, layer_path, parts_of
+from keras_mp.policies.layers import children_of, parts_of
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.temporary import computes_in_half, temporary_policies
 
 # Loss scales at which a dynamic one may settle.

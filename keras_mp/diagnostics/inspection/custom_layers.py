@@ -20,13 +20,8 @@ from typing import Any, NamedTuple
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp.policies.layers import (
-    children_of,
-    has_map,
-    is_graph,
-    layer_path,
-    policy_of,
-)
+from keras_mp.policies.layers import children_of, has_map, is_graph, policy_of
+from keras_mp.policies.paths import layer_path
 
 _FLOATS = {
     "float16": "float16",

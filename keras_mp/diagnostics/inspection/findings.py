@@ -20,8 +20,9 @@ from keras_mp.diagnostics.inspection.shapes import long_sums, odd_widths
 from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.policies.choosing import decision_for
-from keras_mp.policies.layers import is_graph, layer_path, policy_of
+from keras_mp.policies.layers import is_graph, policy_of
 from keras_mp.policies.outputs import producers
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.reach import unreached
 from keras_mp.policies.symbolic import graph_of
 

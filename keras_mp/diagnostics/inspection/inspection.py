@@ -9,6 +9,7 @@ from keras_mp.diagnostics.inspection.layer_facts import facts_of, layers_of
 from keras_mp.diagnostics.inspection.layer_report import Inspection
 from keras_mp.diagnostics.inspection.loss_chunks import loss_chunks
 from keras_mp.policies.layers import is_graph
+from keras_mp.policies.paths import name_layers
 from keras_mp.policies.symbolic import nodes_of
 
 
@@ -36,6 +37,7 @@ def inspect(model: keras.layers.Layer) -> Inspection:
         raise TypeError(
             f"`model` must be a keras.Model or a layer. Received: model={model!r}."
         )
+    name_layers(model)
     nodes = list(nodes_of(model))
     calls: dict[int, list[Any]] = {}
     for node in nodes:

@@ -13,13 +13,8 @@ from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.heads import half_products
-from keras_mp.policies.layers import (
-    children_of,
-    first_input,
-    is_graph,
-    layer_path,
-    policy_of,
-)
+from keras_mp.policies.layers import children_of, first_input, is_graph, policy_of
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import chooser_of
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

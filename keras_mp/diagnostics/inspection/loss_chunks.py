@@ -9,7 +9,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.display.tables import in_bytes
 from keras_mp.policies import heads
-from keras_mp.policies.layers import layer_path
+from keras_mp.policies.paths import layer_path
 
 _BATCH = 32  # The default of `fit`.
 _SPARSE = keras.losses.SparseCategoricalCrossentropy

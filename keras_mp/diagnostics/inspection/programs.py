@@ -22,7 +22,8 @@ from keras_mp.backends.measures import Constant, Fact, IntegerCast, LostAddend
 from keras_mp.diagnostics.calls import calls_made_by
 from keras_mp.diagnostics.temporary_policies import in_float32
 from keras_mp.loss_scaling.models import computes_in_float16
-from keras_mp.policies.layers import called_with, is_graph, layer_path
+from keras_mp.policies.layers import called_with, is_graph
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision
 from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import computes_in_half, temporary_policies

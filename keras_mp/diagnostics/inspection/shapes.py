@@ -16,7 +16,8 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.diagnostics.inspection.custom_layers import is_keras
-from keras_mp.policies.layers import layer_path, policy_of
+from keras_mp.policies.layers import policy_of
+from keras_mp.policies.paths import layer_path
 from keras_mp.policies.stock_rules import LARGEST_EXACT_INTEGER, is_wide_average
 
 layers = keras.layers

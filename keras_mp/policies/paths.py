@@ -1,0 +1,65 @@
+"""What layers and weights are called: by their place in the outermost model.
+
+Keras' own `path` says where a layer was built: "conv" in a Functional model, "net/conv"
+in a subclassed one, and after loading perhaps another. Here it is "block/conv" in each
+of them: the names of the layers from the outermost model's own down to this one.
+"""
+
+import weakref
+from typing import Any
+
+import keras
+
+import keras_mp.keras_private as private
+from keras_mp.policies.layers import children_of, keras_path
+from keras_mp.policies.record import record_of, records
+
+# Paths by the id of their variable; a variable has no hash.
+_variables: dict[int, tuple[weakref.ref, str]] = {}
+
+
+def layer_path(layer: Any) -> str:
+    """The path of a layer; Keras' own while no model that holds it has been called."""
+    record = records.get(id(layer))
+    return (record and record.path) or keras_path(layer)
+
+
+def variable_path(variable: Any) -> str:
+    """The path of a variable: its layer's and its own name; a native one's name."""
+    found = _variables.get(id(variable))
+    return found[1] if found else getattr(variable, "path", variable.name)
+
+
+def name_layers(whole: Any, within_another: bool = False) -> None:
+    """Gives all layers within a model, or a layer, and their weights their paths.
+
+    What is known to lie within another model has the paths that it has there.
+
+    Args:
+        whole: a model or any layer.
+        within_another: whether it is about to become part of a model, so that its own
+            name belongs to the paths.
+    """
+    record = record_of(whole)
+    if record.inside:
+        return
+    is_outermost = isinstance(whole, keras.Model) and not within_another
+    seen = {id(whole)}
+    _name(whole, whole.name, "" if is_outermost else f"{whole.name}/", seen)
+
+
+def _name(layer: Any, path: str, before: str, seen: set[int]) -> None:
+    record_of(layer).path = path
+    for variable in private.own_variables(layer):
+        _name_variable(variable, before + variable.name)
+    for child in children_of(layer):
+        if id(child) not in seen:
+            seen.add(id(child))
+            record_of(child).inside = True
+            own = before + child.name
+            _name(child, own, f"{own}/", seen)
+
+
+def _name_variable(variable: Any, path: str) -> None:
+    key = id(variable)
+    _variables[key] = weakref.ref(variable, lambda _: _variables.pop(key, None)), path
