@@ -144,7 +144,8 @@ def speed_sentence(results: list[Result]) -> str:
     seconds = {t.policy: t.seconds_per_step or math.nan for t, _ in results}
     base, *mixed = seconds
     times = ", ".join(
-        f"{policy} {seconds[policy] / seconds[base]:.1f} times" for policy in mixed
+        f"{policy} {seconds[base] / seconds[policy]:.1f} times as fast"
+        for policy in mixed
     )
     if all(device.kind == "cpu" for device in recommended_policy().devices):
         why = (
@@ -154,7 +155,7 @@ def speed_sentence(results: list[Result]) -> str:
         )
     else:
         why = "steps this small do not keep an accelerator busy"
-    return f"Time per epoch, against {base}: {times}; {why}."
+    return f"Speed against {base}: {times}; {why}."
 
 
 def can_draw(console: Console) -> bool:

@@ -304,7 +304,7 @@ def test_a_training_whose_every_step_was_skipped_has_no_time_and_no_result():
     assert base.seconds_per_step and not base.diverged
     assert half.skipped_steps > 0 and half.seconds_per_step is None
     assert half.diverged == "every step was skipped"
-    assert found.time("mixed_float16") is None
+    assert found.speed("mixed_float16") is None
     assert math.isnan(found.values("mixed_float16", "mae")[0])
     assert "mixed_float16 diverged with 1 of 1 seed: every step was skipped" in str(
         found
@@ -431,8 +431,9 @@ def test_without_scipy_the_seeds_are_shown_without_a_verdict(monkeypatch):
 
 def test_ratios_are_taken_seed_by_seed():
     assert judgement.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.0, 0.5, 2.0)
-    assert str(judgement.ratio([1.0, 2.0], [2.0, 2.0])) == "1.50x (1.00x to 2.00x)"
-    assert str(judgement.ratio([2.0], [1.0])) == "0.50x"
+    both = judgement.ratio([1.0, 2.0], [2.0, 2.0])
+    assert both.text("times as much") == "1.50 times as much (1.00 to 2.00)"
+    assert judgement.ratio([2.0], [1.0]).text("times") == "0.50 times"
     assert judgement.ratio([1.0, None], [None, 2.0]) is None
 
 
@@ -491,7 +492,7 @@ def test_sentences_come_before_the_table():
         "  difference in accuracy (95%: -0.018 to +0.011)."
     )
     assert sentence < text.index("against float32")
-    assert "Step time against float32, lower is better: mixed_float16 2.00x." in text
+    assert "Speed against float32: mixed_float16 0.50 times as fast." in text
     reason = engine.why_no_memory.split()[0]
     assert f"Peak memory was not measured: {reason}" in text
     assert re.search(r"loss +float32 +1\.1 ± 0\.1\n", text)
@@ -501,7 +502,7 @@ def test_sentences_come_before_the_table():
     assert re.search(r"skipped steps +float32 +no loss scale", text)
     assert re.search(r"mixed_float16 +0 to 2\n?$", text)
     untimed = str(made(WORSE, seconds_per_step=None))
-    assert "Step time was not measured: it takes more steps" in untimed
+    assert "Speed was not measured: it takes more steps" in untimed
 
 
 def test_a_ratio_is_that_of_the_means_beside_it_with_one_seed_too():
@@ -509,22 +510,23 @@ def test_a_ratio_is_that_of_the_means_beside_it_with_one_seed_too():
     found = measured(seconds_per_step=seconds)
     text = str(found)
     assert re.search(r"step time +float32 +3 ± 1.4 ms\n", text)
-    assert re.search(r"mixed_float16 +2.4 ± 0.85 ms +0.80x \(0.75x to 0.90x\)", text)
-    assert "lower is better: mixed_float16 0.80x" in found.sentences[1]
+    faster = "1.25 times as fast (1.11 to 1.33)"
+    assert f"mixed_float16 {faster}." in found.sentences[1]
+    assert re.search(rf"mixed_float16 +2.4 ± 0.85 ms +{re.escape(faster)}\n", text)
     sizes = {"float32": [1_240_000], "mixed_float16": [1_380_000]}
     text = str(measured(peak_memory=sizes))
     assert re.search(r"peak memory +float32 +1.240 MB\n", text)
-    assert re.search(r"mixed_float16 +1.380 MB +1.11x\n", text)
+    assert re.search(r"mixed_float16 +1.380 MB +1.11 times as much\n", text)
 
 
 def test_there_is_no_verdict_if_times_of_seeds_disagree_or_there_is_one_seed():
     seconds = {"float32": [0.001, 0.004], "mixed_float16": [0.0032, 0.0015]}
     found = measured(seconds_per_step=seconds)
-    assert "mixed_float16 unclear: 0.38x to 3.20x." in found.sentences[1]
-    assert str(found).count("unclear") == 2 and "0.94x" not in str(found)
+    assert "mixed_float16 unclear: 0.31 to 2.67 times as fast." in found.sentences[1]
+    assert str(found).count("unclear") == 2 and "1.06 times" not in str(found)
     text = str(measured(seconds_per_step={p: x[:1] for p, x in seconds.items()}))
-    assert "3.20x" not in text and "no verdict: one seed" in text
-    assert "- Step time is not compared: one seed gives no verdict." in text
+    assert "0.31 times" not in text and "no verdict: one seed" in text
+    assert "- Speed is not compared: one seed gives no verdict." in text
     found = made({"loss": {"float32": [1.0], "mixed_float16": [1.5]}})
     assert found.sentences[0] == (
         "mixed_float16: loss is 0.5 higher, and one seed gives no verdict."
@@ -548,7 +550,7 @@ def test_it_is_json():
         "half_width": pytest.approx(0.248, abs=0.001),
         "verdict": "differs",
     }
-    assert found["time_per_step"]["mixed_float16"]["median"] == pytest.approx(2)
+    assert found["speed"]["mixed_float16"]["median"] == pytest.approx(0.5)
     assert found["peak_memory"]["mixed_float16"] is None
     assert len(found["trainings"]) == 6
     broken = made({"loss": {"a": [math.nan], "b": [math.inf]}}, losses=(math.nan,))

@@ -307,7 +307,7 @@ def test_a_cell_can_be_read_and_leaves_the_notebook_as_it_is(
 FULL = range_of(2.0 ** np.arange(-60, 20.0)).shares
 LOSSES = {"float32": [2.0, 0.5], "mixed_float16": [2.1, 0.5], "mixed_bfloat16": [2, 1]}
 ACCURACY = "accuracy", {"float32": [0.9, 0.95], "mixed_float16": [0.91, np.nan]}, 0.035
-TIMES = {"time per step": {"mixed_float16": (0.5, 0.4, 0.7)}}
+SPEEDS = {"speed": {"mixed_float16": (0.5, 0.4, 0.7)}}
 WEIGHTS = {"by weights (0% are 0)": FULL}
 DRAWN = {
     plots.plot_training: [
@@ -319,12 +319,12 @@ DRAWN = {
         (
             {"float32": [[2.0, 1.0], [2.1, 1.1]], "mixed_float16": [[2.0, np.nan]] * 2},
             *ACCURACY,
-            TIMES | {"peak memory": {"mixed_float16": None}},
+            SPEEDS | {"peak memory": {"mixed_float16": None}},
         ),
         (
             {"float32": [[2.0], [2.2]], "mixed_float16": [[2.1], [np.inf]]},
             *ACCURACY,
-            TIMES,
+            SPEEDS,
         ),
     ],
     plots.plot_gradients: [

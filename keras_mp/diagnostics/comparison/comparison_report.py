@@ -40,8 +40,8 @@ class Comparison(Outcomes):
         if judgement.NO_SCIPY in verdicts:
             sentences.append(f"No verdict. {judgement.NEEDS_SCIPY}")
         sentences.append(
-            _cost("Step time", base, {p: self._time_against(p) for p in others})
-            or "Step time was not measured: it takes more steps, or a second epoch."
+            _cost("Speed", base, {p: self._speed_against(p) for p in others})
+            or "Speed was not measured: it takes more steps, or a second epoch."
         )
         sentences.append(
             _cost("Peak memory", base, {p: self._memory_against(p) for p in others})
@@ -67,7 +67,7 @@ class Comparison(Outcomes):
         return {"sentences": self.sentences, **super().to_dict()}
 
     def plot(self) -> Any:
-        """Draws the training losses, a final metric, and time and memory.
+        """Draws the training losses, a final metric, and speed and memory.
 
         The metric is the first that is not the loss, if there is one.
 
@@ -84,7 +84,7 @@ class Comparison(Outcomes):
             {p: self.values(p, metric) for p in self.policies},
             judgement.spread_of(self.values(base, metric)),
             {
-                "time per step": {p: self.time(p) for p in others},
+                "speed": {p: self.speed(p) for p in others},
                 "peak memory": {p: self.memory(p) for p in others},
             },
         )
@@ -159,7 +159,7 @@ class Comparison(Outcomes):
 
     def _time(self, policy: str) -> tuple[str, str]:
         mean = _mean_and_spread([1000 * x for x in self._seconds(policy)])
-        return f"{mean} ms" if mean else "not measured", self._time_against(policy)
+        return f"{mean} ms" if mean else "not measured", self._speed_against(policy)
 
     def _memory(self, policy: str) -> tuple[str, str]:
         peaks = self._peaks(policy)
@@ -175,16 +175,16 @@ class Comparison(Outcomes):
     def _peaks(self, policy: str) -> list[int]:
         return [t.peak_memory for t in self.of(policy) if t.peak_memory]
 
-    def _time_against(self, policy: str) -> str:
-        """How many times the base's: no verdict on one seed, or if seeds disagree."""
-        found = self.time(policy)
+    def _speed_against(self, policy: str) -> str:
+        """How many times as fast: no verdict on one seed, or if seeds disagree."""
+        found, base = self.speed(policy), self._seconds(self.policies[0])
         if found is not None and len(self.seeds) == 1:
             return judgement.ONE_SEED
-        return _times(found, self._seconds(self.policies[0]), self._seconds(policy))
+        return _times(found, self._seconds(policy), base, "times as fast")
 
     def _memory_against(self, policy: str) -> str:
-        found = self.memory(policy)
-        return _times(found, self._peaks(self.policies[0]), self._peaks(policy))
+        found, base = self.memory(policy), self._peaks(self.policies[0])
+        return _times(found, base, self._peaks(policy), "times as much")
 
     def _skips(self, policy: str) -> str:
         every = [t.skipped_steps for t in self.of(policy)]
@@ -199,18 +199,20 @@ def _cost(what: str, base: str, against: dict[str, str]) -> str:
     if judgement.ONE_SEED in found.values():
         return f"{what} is not compared: one seed gives no verdict. Give `seeds=3`."
     each = "; ".join(f"{policy} {text}" for policy, text in found.items())
-    return f"{what} against {base}, lower is better: {each}." if each else ""
+    return f"{what} against {base}: {each}." if each else ""
 
 
-def _times(found: Ratio | None, base: Sequence[float], other: Sequence[float]) -> str:
+def _times(
+    found: Ratio | None, under: Sequence[float], over: Sequence[float], unit: str
+) -> str:
     """The ratio of the two means, which are printed, and the range over the seeds."""
     if found is None:
         return ""
-    mean = statistics.fmean(other) / statistics.fmean(base)
+    mean = statistics.fmean(over) / statistics.fmean(under)
     low, high = min(found.lowest, mean), max(found.highest, mean)
     if low < 1 < high:
-        return f"unclear: {low:.2f}x to {high:.2f}x"
-    return str(Ratio(mean, low, high))
+        return f"unclear: {low:.2f} to {high:.2f} {unit}"
+    return Ratio(mean, low, high).text(unit)
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

@@ -99,9 +99,10 @@ class Ratio(NamedTuple):
     lowest: float
     highest: float
 
-    def __str__(self) -> str:
-        median, low, high = (f"{x:.2f}x" for x in self)
-        return median + (f" ({low} to {high})" if low != high else "")
+    def text(self, unit: str) -> str:
+        """Such as "2.04 times as fast (1.89 to 2.20)", with "times as fast"."""
+        median, low, high = (f"{x:.2f}" for x in self)
+        return f"{median} {unit}" + (f" ({low} to {high})" if low != high else "")
 
 
 def ratio(base: Sequence[float | None], other: Sequence[float | None]) -> Ratio | None:

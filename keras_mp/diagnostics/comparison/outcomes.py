@@ -52,17 +52,18 @@ class Outcomes:
         base = self.values(self.policies[0], metric)
         return judgement.difference(base, self.values(policy, metric))
 
-    def time(self, policy: str) -> Ratio | None:
-        """The time per step relative to the first policy's; None if not measured."""
-        return self._ratio(policy, "seconds_per_step")
+    def speed(self, policy: str) -> Ratio | None:
+        """How many times as fast a step is as under the first; None if not measured."""
+        base, own = self._both(policy, "seconds_per_step")
+        return judgement.ratio(own, base)
 
     def memory(self, policy: str) -> Ratio | None:
         """The peak memory relative to the first policy's; None if not measured."""
-        return self._ratio(policy, "peak_memory")
+        return judgement.ratio(*self._both(policy, "peak_memory"))
 
-    def _ratio(self, policy: str, what: str) -> Ratio | None:
+    def _both(self, policy: str, what: str) -> tuple[list[Any], list[Any]]:
         base = [getattr(t, what) for t in self.of(self.policies[0])]
-        return judgement.ratio(base, [getattr(t, what) for t in self.of(policy)])
+        return base, [getattr(t, what) for t in self.of(policy)]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, strings and numbers, for JSON.
@@ -79,7 +80,7 @@ class Outcomes:
                 metric: {p: self._compared(p, metric) for p in self.policies}
                 for metric in self.metrics
             },
-            "time_per_step": {p: _as_dict(self.time(p)) for p in self.policies},
+            "speed": {p: _as_dict(self.speed(p)) for p in self.policies},
             "peak_memory": {p: _as_dict(self.memory(p)) for p in self.policies},
             "trainings": [
                 {

@@ -137,7 +137,8 @@ class Report:
         others = named([f"{m.path} ({_fits_at(m)})" for m in verdict.outliers])
         yield (
             "There is no loss scale at which every gradient fits into float16: all but "
-            f"{others} fit at {window}. The present one, {holds} among these."
+            f"{others} fit at loss scales from {window}. The present one, {holds} among "
+            "these."
         )
 
     def _advice(self) -> Iterator[str]:
@@ -182,7 +183,14 @@ class Report:
     def _table(
         self, measured: Sequence[Measured], title: str = "", notes: Sequence[str] = ()
     ) -> Table:
-        columns = ("tensor", "what", "largest", "smallest", "lost", "headroom")
+        columns = (
+            "tensor",
+            "what",
+            "largest",
+            "smallest",
+            "lost",
+            "headroom in\npowers of 2",
+        )
         return Table(columns, [self._row(m) for m in measured], title, notes)
 
     def _row(self, measured: Measured) -> tuple[str, ...]:
@@ -231,8 +239,8 @@ class Report:
         return (
             f"The {len(self.worst)} of {len(self.measured)} tensors with the least "
             f"room{first}. Magnitudes are float32's, unscaled; lost is the share "
-            "of a gradient that underflows to 0, and headroom the powers of two above "
-            "the largest and below the smallest, in float16 at the loss scale."
+            "of a gradient that underflows to 0, and headroom what is left above the "
+            "largest and below the smallest, in float16 at the loss scale."
         )
 
     def __str__(self) -> str:

@@ -32,14 +32,14 @@ def plot_comparison(
     spread: float | None,
     ratios: Mapping[str, Mapping[str, Ratio]],
 ) -> Figure:
-    """Draws the losses, a final metric, and time and memory of several policies.
+    """Draws the losses, a final metric, and speed and memory of several policies.
 
     Args:
         losses: policy -> for each seed, the training loss of each epoch.
         metric: the name of the metric.
         finals: policy -> the metric with each seed, the base first; nan for none.
         spread: how far the base's metric spreads over the seeds; None with one seed.
-        ratios: cost -> policy -> the cost as a multiple of the base's.
+        ratios: "speed" or "peak memory" -> policy -> the multiple of the base's.
 
     Returns:
         A figure of three panels with a caption, on an Agg canvas.
@@ -55,8 +55,9 @@ def plot_comparison(
         "policy; lines of a seed should coincide, and a cross is where one diverged. "
         f"{metric.capitalize()}: one point for each training, joined by seed, and the "
         f"means; the band is the spread of {base} over the seeds: what another seed "
-        "changes. Time and memory: what is below the dashed line is less than under "
-        f"{base}; the thin lines are the range over the seeds."
+        f"changes. Speed and memory, as multiples of those under {base}, the dashed "
+        "line: a faster step is above it, and less memory below it; the thin lines are "
+        "the range over the seeds."
     )
     return figure.captioned(caption, characters=170, inches=0.8)
 
@@ -112,7 +113,7 @@ def _draw_ratios(
         )
     axes.axhline(1, color="#000000", linewidth=1, linestyle="--", label=base)
     _name(axes, list(next(iter(ratios.values()))))
-    axes.set_title("Time and memory")
+    axes.set_title("Speed and memory")
     axes.set_ylabel(f"times that of {base} (no unit)")
     # Room for the legend above the bars and their thin lines.
     axes.set_ylim(0, axes.get_ylim()[1] * 1.3)
