@@ -81,7 +81,7 @@ def test_mixed_precision_halves_the_activations_and_keeps_the_weights(rows):
 
 def test_a_sentence_says_how_the_times_compare(run):
     said = " ".join(run.text.split())
-    ratio = r"\d+\.\d times"
+    ratio = r"\d+\.\d times as fast"
     assert re.search(
         rf"against float32: mixed_float16 {ratio}, mixed_bfloat16 {ratio}; .*\.", said
     )

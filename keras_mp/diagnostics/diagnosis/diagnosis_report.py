@@ -137,8 +137,8 @@ class Report:
         others = named([f"{m.path} ({_fits_at(m)})" for m in verdict.outliers])
         yield (
             "There is no loss scale at which every gradient fits into float16: all but "
-            f"{others} fit at loss scales from {window}. The present one, {holds} among "
-            "these."
+            f"{others} fit at loss scales from {window}. The present one, {holds} "
+            "among these."
         )
 
     def _advice(self) -> Iterator[str]:
