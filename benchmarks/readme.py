@@ -2,7 +2,8 @@
 
 The tables of `benchmarks/SUITE.json` go between `<!-- measured: SUITE -->` and
 `<!-- end of SUITE -->`, with "not measured" if there is no result. If a suite names a
-few rows, these go between `<!-- in short: SUITE -->` and the same end.
+few cases, these go between `<!-- in short: SUITE -->` and the same end, and one table
+with a row for each of them between `<!-- at a glance: SUITE -->` and the same end.
 """
 
 import pathlib
@@ -53,7 +54,7 @@ def rendered(text: str, folder: pathlib.Path = FOLDER) -> str:
         folder: where the JSON files are.
     """
     for suite in SUITES:
-        for name, section in {"measured": _section, "in short": _in_short}.items():
+        for name, section in _SECTIONS.items():
             begin, end = f"<!-- {name}: {suite} -->\n", f"<!-- end of {suite} -->"
             before, found, rest = text.partition(begin)
             if found:
@@ -68,6 +69,14 @@ def _in_short(suite: str, folder: pathlib.Path) -> str:
     records = [record for record in records if record["case"] in found.in_short]
     tables = (table.markdown() for table in found.tables(records))
     return "\n\n".join([*tables, *_ages(records, _verb(suite))])
+
+
+def _at_a_glance(suite: str, folder: pathlib.Path) -> str:
+    records = read(folder / f"{suite}.json", suite)
+    glance = suite_named(suite).glance
+    assert glance, f"{suite} has no table of that kind"
+    table, used = glance(records)
+    return "\n\n".join([table.markdown(), *_ages(used, _verb(suite))])
 
 
 def _verb(suite: str) -> str:
@@ -120,6 +129,8 @@ def _origins(records: Sequence[Record], verb: str) -> list[str]:
         )
     return lines
 
+
+_SECTIONS = {"measured": _section, "in short": _in_short, "at a glance": _at_a_glance}
 
 if __name__ == "__main__":
     main()

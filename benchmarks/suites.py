@@ -34,7 +34,8 @@ class Suite:
         budget: seconds for all processes together.
         peers: names of the packages to compare, if `measure` takes them.
         slow: cases that take long: measured only if they are named.
-        in_short: the cases that README shows.
+        in_short: the cases that the pages of the documentation show.
+        glance: records -> the table that README shows, and the records that it used.
         one_backend: whether to take only one backend if none is named.
         pinned: whether a process has one core, while nothing else of ours runs.
         ahead: whether a process starts while the one before runs.
@@ -52,6 +53,7 @@ class Suite:
     peers: Sequence[str] = ()
     slow: Sequence[str] = ()
     in_short: Sequence[str] = ()
+    glance: Callable[[Sequence[Record]], tuple[Table, list[Record]]] | None = None
     one_backend: bool = False
     pinned: bool = False
     ahead: bool = False
@@ -65,6 +67,14 @@ class Suite:
     def values(self, key: str) -> list[str]:
         """All values of a key of its configurations."""
         return list(dict.fromkeys(about[key] for about in self.configurations))
+
+
+def without_empty(
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """The columns of a table that have a text in some row, and its rows with these."""
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def suite_named(name: str) -> Suite:

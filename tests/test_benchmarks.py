@@ -472,6 +472,31 @@ def test_what_pages_say_of_cpus_is_what_the_json_has():
 
 
 @once
+def test_the_table_of_readme_compares_with_float32_of_the_same_backend():
+    def record(backend, precision, speed, peak):
+        about = {"on": "gpu", "case": "mlp", "backend": backend, "precision": precision}
+        rate = {"examples_per_second": {"median": speed}, "peak_bytes": peak}
+        return {**about, **rate, "what": "speed"}
+
+    records = [
+        record("jax", "tf32", 100.0, 8),
+        record("jax", "mixed_float16", 250.0, 4),
+        record("torch", "tf32", 50.0, 8),
+        record("torch", "torch.amp", 200.0, 2),
+        record("torch", "mixed_bfloat16", 300.0, 1),
+        record("jax", "float32", 10.0, 8),
+    ]
+    table, used = train_tables.glance(records)
+    title = TRAIN_CASES[0].title
+    assert table.columns == ("", "", "torch.amp", "keras_mp")
+    assert table.rows == [
+        ("jax", title, "", "2.50 in 0.50"),
+        ("torch", title, "4.00 in 0.25", ""),
+    ]
+    assert used == records[:4]
+
+
+@once
 def test_the_pictures_of_readme_show_what_the_json_has():
     def texts(svg):
         return re.findall(r"<text [^>]*>([^<]*)</text>", svg)

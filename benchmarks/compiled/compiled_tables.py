@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.compiled.cases import CASES
 from benchmarks.compiled.devices import DEVICES
 from benchmarks.results import Record
-from benchmarks.suites import NOT_MEASURED
+from benchmarks.suites import NOT_MEASURED, without_empty
 from keras_mp.display.tables import Table
 
 FLOAT32, KERAS, OURS = "float32", "Keras", "keras_mp"
@@ -44,7 +44,7 @@ def _table(device: str, records: Sequence[Record], whole: bool) -> Table | None:
     half = DEVICES[device].half
     columns = ("", FLOAT32, f"Keras' {half}", OURS, RECOMPUTED, BFLOAT16, BY_HAND)
     title = f"{device}, {half}: speed-up over float32, and memory"
-    return Table(columns, rows, title=title, notes=failed)
+    return Table(*without_empty(columns, rows), title=title, notes=failed)
 
 
 def _cell(record: Record | None, base: Record | None) -> str:

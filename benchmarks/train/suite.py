@@ -24,9 +24,11 @@ from benchmarks.train.device import (
 )
 from benchmarks.train.train_tables import (
     FLOAT32,
+    IN_SHORT,
     KERAS,
     PRECISIONS,
     TORCH_AMP,
+    glance,
     is_measured,
     plot,
     tables,
@@ -269,6 +271,7 @@ SUITE = Suite(
     budget=450.0,
     # On CPUs the imports of the next process would disturb the timing.
     ahead=ON == "gpu",
-    in_short=["decoder", "resnet50"],
+    in_short=IN_SHORT,
+    glance=glance,
     environment=_environment,
 )  # fmt: skip

@@ -1,18 +1,19 @@
 """The tables and the picture of the suite `train`."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.results import Record
-from benchmarks.suites import NOT_MEASURED
+from benchmarks.suites import NOT_MEASURED, without_empty
 from benchmarks.train.cases import TRAIN_CASES, TrainCase
 from keras_mp.display.tables import Table, in_bytes
 
+IN_SHORT = "decoder", "resnet50", "mlp"
 FLOAT32 = "float32", "tf32"
 KERAS, TORCH_AMP = "Keras' mixed_float16", "torch.amp"
 PRECISIONS = (*FLOAT32, KERAS, TORCH_AMP, "mixed_float16", "mixed_bfloat16")
 ON_GPUS_ALONE = "tf32", KERAS, TORCH_AMP
-NOT_COUNTED = "not counted"  # torch counts no memory on CPUs
 _SHORT = {
     "float32": "float32",
     "tf32": "float32, TF32",
@@ -77,7 +78,40 @@ def _table(on: str, backend: str, records: Sequence[Record], whole: bool) -> Tab
         if "failure" in r
     )
     where = ", ".join(devices) or ("GPU" if on == "gpu" else "CPU")
-    return Table(_COLUMNS, rows, title=f"{where}, {backend}", notes=list(failed))
+    title = f"{where}, {backend}"
+    return Table(*without_empty(_COLUMNS, rows), title=title, notes=list(failed))
+
+
+def glance(records: Sequence[Record]) -> tuple[Table, list[Record]]:
+    """One row for a model on a backend: speed and memory over float32, on a GPU.
+
+    Returns:
+        The table, and the records that it shows.
+    """
+    ways = KERAS, TORCH_AMP, "mixed_float16"
+    places = {
+        (r["backend"], r["case"], r["precision"]): r
+        for r in records
+        if r["on"] == "gpu" and "examples_per_second" in r
+    }
+    rows, used = [], []
+    for backend, case in itertools.product(("jax", "torch"), TRAIN_CASES):
+        base = places.get((backend, case.name, _BASE["gpu"]))
+        mine = [places.get((backend, case.name, way)) for way in ways]
+        if case.name not in IN_SHORT or base is None:
+            continue
+        rows.append((backend, case.title, *(_beside(r, base) for r in mine)))
+        used += [base, *filter(None, mine)]
+    columns = "", "", "Keras' mixed_float16", "torch.amp", "keras_mp"
+    return Table(*without_empty(columns, rows)), used
+
+
+def _beside(record: Record | None, base: Record) -> str:
+    if record is None:
+        return ""
+    speed = [r["examples_per_second"]["median"] for r in (record, base)]
+    memory = record["peak_bytes"] / base["peak_bytes"]
+    return f"{speed[0] / speed[1]:.2f} in {memory:.2f}"
 
 
 def _cells(speed: Record | None, base: Record) -> tuple[str, ...]:
@@ -92,7 +126,7 @@ def _cells(speed: Record | None, base: Record) -> tuple[str, ...]:
         str(speed["batch"]),
         f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}",
         f"{rate / unscaled['median']:.2f}" if unscaled else "",
-        in_bytes(speed["peak_bytes"]) if speed["peak_bytes"] else NOT_COUNTED,
+        in_bytes(speed["peak_bytes"]) if speed["peak_bytes"] else "",
         "" if share is None else f"{share:.0%}",
     )
 
