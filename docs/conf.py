@@ -33,6 +33,8 @@ autodoc_typehints = "none"
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 html_title = "keras_mp"
 html_copy_source = False
 html_show_sourcelink = False
@@ -40,17 +42,19 @@ html_show_copyright = False
 copybutton_exclude = ".linenos, .gp"
 
 _FENCE = re.compile(r"^( *)```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[([^\]]+)\]\(\s*(https?://[^\s)]+)\)")
 
 
-def _markdown_code_blocks(app, what, name, obj, options, lines) -> None:
-    """Code of a docstring, fenced as in Markdown, as reStructuredText has it."""
+def _markdown_as_rst(app, what, name, obj, options, lines) -> None:
+    """Fenced code and links of a docstring, in Markdown, as reStructuredText."""
 
     def indented(match: re.Match) -> str:
         margin = match[1]
         code = [f"    {line}" if line else "" for line in match[2].split("\n")]
         return "\n".join([f"{margin}.. code-block:: python", "", *code])
 
-    lines[:] = _FENCE.sub(indented, "\n".join(lines)).split("\n")
+    text = _FENCE.sub(indented, "\n".join(lines))
+    lines[:] = _LINK.sub(r"`\1 <\2>`__", text).split("\n")
 
 
 def _write_what_the_code_says(app) -> None:
@@ -65,5 +69,5 @@ def _write_what_the_code_says(app) -> None:
 
 def setup(app) -> None:
     # Before napoleon reads the sections.
-    app.connect("autodoc-process-docstring", _markdown_code_blocks, priority=1)
+    app.connect("autodoc-process-docstring", _markdown_as_rst, priority=1)
     app.connect("builder-inited", _write_what_the_code_says)

@@ -198,6 +198,21 @@ def test_a_docstrings_code_and_arguments_look_like_those(browser, site):
     assert not [p for p in browser.texts("article dd p") if "```" in p or "Args:" in p]
 
 
+@pytest.mark.once
+def test_a_docstrings_link_is_one(site):
+    pages = [page.read_text() for page in site.rglob("reference/*.html")]
+    assert any(">Train With Mixed Precision, NVIDIA</a>" in page for page in pages)
+    assert not any("](" in page for page in pages)
+
+
+@pytest.mark.parametrize("page", ["keras", "jax", "lightning", "tf_keras", "torch_amp"])
+def test_a_table_of_text_fits_on_a_telephone(browser, site, page):
+    browser.open(site / f"coming_from/{page}.html", windows.NARROW)
+    widths = "return [...document.querySelectorAll('article table')].map(t => "
+    assert all(x <= windows.NARROW for x in browser.ask(f"{widths} t.scrollWidth)"))
+    assert browser.hidden("article td") == []
+
+
 def test_the_rules_and_the_seams_are_those_of_the_code(browser, site):
     browser.open(site / "guides/what_stays_in_float32.html")
     rules = [rule.name for rule in keras_mp.MixedFloat16().rules]
