@@ -76,6 +76,9 @@ policy_module = _find("keras.src.dtype_policies:dtype_policy")
 # `keras.ops.normalize`, from whichever module somebody imported it, ends here.
 ops_nn = _find("keras.src.ops.nn")
 NORMALIZE = "_normalize"
+# What Keras' filter of tracebacks asks of each file.
+tracebacks = _find("keras.src.utils:traceback_utils")
+INCLUDE_FRAME = "include_frame"
 _global_state = _find("keras.src.backend.common:global_state")
 _NAMES = "object_name_uids"
 
@@ -222,6 +225,12 @@ def default_in_map(policies: Any) -> Any:
     The public `default_policy` returns the current global policy instead of None.
     """
     return policies._default_policy_arg
+
+
+def drop_internal_frames(error: BaseException) -> None:
+    """Removes what Keras removes from a traceback, unless the user wants to see it."""
+    if keras.config.is_traceback_filtering_enabled():
+        error.__traceback__ = tracebacks._process_traceback_frames(error.__traceback__)
 
 
 def clear_losses(model: Any) -> None:

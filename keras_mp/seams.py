@@ -27,6 +27,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
                                  bfloat16 weights lose the updates
     Optimizer.add_variable_from_reference  slots are sharded as their weight is
     Optimizer.load_own_variables  a file that another wrapper wrote resumes
+    traceback_utils.include_frame  a user's traceback leaves our frames out, too
     Orthogonal.__call__, ops.normalize  compute in float32 what half precision cannot
     LossScaleOptimizer.__init__  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
@@ -58,6 +59,7 @@ and what the backend's `repairs` name:
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,6 +175,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         *((name, _definer(name, owner), seam) for name, owner, seam in methods),
         *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
         (private.NORMALIZE, _home(private.NORMALIZE, private.ops_nn), _normalize),
+        (private.INCLUDE_FRAME, private.tracebacks, _include_frame),
         *((name, _home(name, *backend), repair) for name, repair in repairs),
         *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
         *(
@@ -252,66 +255,71 @@ def _wrap_own_get_config(layer_class: type) -> None:
 
 def _layer_call(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # After a layer's first call this costs a few look-ups and no call, until the
-        # user sets another policy.
-        record, policy = records.get(id(self)), self.__dict__.get(private.DTYPE_POLICY)
-        chosen = record and record.chosen
-        if policy is None:  # Its `__init__` did not call Keras': Keras says so.
-            return original(self, *args, **kwargs)
-        first = chosen is None or chosen is not policy or not self.built
-        untried = first or (record and record.untried)
-        is_model = isinstance(self, keras.Model)
-        within = returned.watched or own_calls.under_way or hidden.within
-        if not (untried or is_model or within):
-            if not record or not record.decision or not record.decision.head:
+        try:
+            # After a layer's first call this costs a few look-ups and no call, until
+            # the user sets another policy.
+            record = records.get(id(self))
+            policy = self.__dict__.get(private.DTYPE_POLICY)
+            chosen = record and record.chosen
+            if policy is None:  # Its `__init__` did not call Keras': Keras says so.
                 return original(self, *args, **kwargs)
-            call = functools.partial(original, self, *args, **kwargs)
-            return heads.call(self, (args, kwargs), call)
-        outermost = is_model and _is_outermost()
-        if first:
-            note_call(self, args, kwargs)
-            outputs.note_first_call(self, args)
-            choose_policy(self)
-            inputs.keep_input_dtypes(self)
-        if inputs.keeps_input_dtypes(self):
-            args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-        mixes = record and record.mixes
-        makers = hidden.makers_within(self) if outermost else None
-        if untried or within or mixes or makers:
-            call = functools.partial(original, self, *args, **kwargs)
-            if untried:
-                call = functools.partial(mixed_dtypes.first_result, self, call)
-            with (
-                _in_a_call() if first else contextlib.nullcontext(),
-                returned.noted(self, first and outermost) as note,
-                hidden.passed_on(makers),
-                own_calls.entered(self) as to_own_call,
-                own_calls.mended(self)
-                if untried or mixes
-                else contextlib.nullcontext(),
-            ):
-                result = heads.call(self, (args, kwargs), call)
-                if hidden.makes_output(self):
-                    result = hidden.through_float32(result)
-                if to_own_call:
-                    result = own_calls.handed(result)
-                note(result)
-        else:
-            result = original(self, *args, **kwargs)
-        if untried and note_result(self, result):
-            again = functools.partial(original, self, *args, **kwargs)
-            integer_casts.look(self, (args, kwargs), again)
-        if first:
-            outputs.note_first_call(self, args)  # Its call may have created layers.
-            record_of(self).chosen = self.dtype_policy
-            unscaled.note_layer(self)
-        if not outermost:
-            return result
-        if first:
-            warn_of_torchs_own(self)
-        if first and self.compiled and not is_graph(self):
-            outputs.note_compiled(self)
-        return outputs.in_float32(self, result)
+            first = chosen is None or chosen is not policy or not self.built
+            untried = first or (record and record.untried)
+            is_model = isinstance(self, keras.Model)
+            within = returned.watched or own_calls.under_way or hidden.within
+            if not (untried or is_model or within):
+                if not record or not record.decision or not record.decision.head:
+                    return original(self, *args, **kwargs)
+                call = functools.partial(original, self, *args, **kwargs)
+                return heads.call(self, (args, kwargs), call)
+            outermost = is_model and _is_outermost()
+            if first:
+                note_call(self, args, kwargs)
+                outputs.note_first_call(self, args)
+                choose_policy(self)
+                inputs.keep_input_dtypes(self)
+            if inputs.keeps_input_dtypes(self):
+                args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
+            mixes = record and record.mixes
+            makers = hidden.makers_within(self) if outermost else None
+            if untried or within or mixes or makers:
+                call = functools.partial(original, self, *args, **kwargs)
+                if untried:
+                    call = functools.partial(mixed_dtypes.first_result, self, call)
+                with (
+                    _in_a_call() if first else contextlib.nullcontext(),
+                    returned.noted(self, first and outermost) as note,
+                    hidden.passed_on(makers),
+                    own_calls.entered(self) as to_own_call,
+                    own_calls.mended(self)
+                    if untried or mixes
+                    else contextlib.nullcontext(),
+                ):
+                    result = heads.call(self, (args, kwargs), call)
+                    if hidden.makes_output(self):
+                        result = hidden.through_float32(result)
+                    if to_own_call:
+                        result = own_calls.handed(result)
+                    note(result)
+            else:
+                result = original(self, *args, **kwargs)
+            if untried and note_result(self, result):
+                again = functools.partial(original, self, *args, **kwargs)
+                integer_casts.look(self, (args, kwargs), again)
+            if first:
+                outputs.note_first_call(self, args)  # Its call may have created layers.
+                record_of(self).chosen = self.dtype_policy
+                unscaled.note_layer(self)
+            if not outermost:
+                return result
+            if first:
+                warn_of_torchs_own(self)
+            if first and self.compiled and not is_graph(self):
+                outputs.note_compiled(self)
+            return outputs.in_float32(self, result)
+        except Exception as error:
+            private.drop_internal_frames(error)
+            raise
 
     return __call__
 
@@ -429,7 +437,8 @@ def _get_compile_config(original: Callable) -> Callable:
 def _compile_from_config(original: Callable) -> Callable:
     def compile_from_config(self: Any, config: Any) -> Any:
         heads.find_heads(self, config)
-        return original(self, config)
+        with warnings_at_the_user():  # That a `compile` of the user's is not called.
+            return original(self, config)
 
     return compile_from_config
 
@@ -519,6 +528,16 @@ def _scaler_init(original: Callable) -> Callable:
         unscaled.leave_alone(self.inner_optimizer)
 
     return __init__
+
+
+def _include_frame(original: Callable) -> Callable:
+    def include_frame(fname: str) -> bool:
+        return not fname.startswith(_FOLDER) and original(fname)
+
+    return include_frame
+
+
+_FOLDER = os.path.dirname(__file__) + os.sep
 
 
 def _orthogonal(original: Callable) -> Callable:

@@ -647,3 +647,13 @@ def test_plain_methods_write_by_assign(name):
         optimizer.apply([ops.ones((2, 3))], [variable])
     assert scope.get_current_value(variable) is not None
     np.testing.assert_array_equal(variable, np.ones((2, 3)))
+
+
+def test_the_filter_of_tracebacks_asks_of_each_file_and_makes_a_traceback():
+    # private.tracebacks, private.INCLUDE_FRAME
+    assert vars(private.tracebacks)[private.INCLUDE_FRAME](__file__)
+    try:
+        raise ValueError
+    except ValueError as error:
+        private.drop_internal_frames(error)
+        assert error.__traceback__.tb_frame.f_code.co_filename == __file__

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from pkgutil import resolve_name
 
 import keras
 import numpy as np
@@ -85,6 +86,9 @@ def layers():
 
 @pytest.mark.parametrize("name", ["Identity", "Dense", "Sequential"])
 def test_a_layer_call_costs_one_python_call_more(name):
+    if BACKEND == "jax":
+        # JAX keeps the trace of a step that failed, in another test, with its tensors.
+        resolve_name("keras_mp.backends.jax.logits:_known").facts.clear()
     call, number = layers()[name]
     call(), call()
     with_seams = calls_of(call)

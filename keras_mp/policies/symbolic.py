@@ -4,6 +4,7 @@ Keras computes them once, when the layers are first called. `model.output.dtype`
 one of them, and a graph casts its inputs to them.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,8 +177,21 @@ def _copy(tensor: Any, dtype: str | None = None) -> KerasTensor:
 def _call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTensor]:
     nodes = len(private.calls_of(operation))
     try:
-        return keras.tree.flatten(operation(*args, **kwargs))
+        with _whole_tracebacks():  # They name the layer that failed.
+            return keras.tree.flatten(operation(*args, **kwargs))
     except Exception as error:
         raise SymbolicCallError(operation, error) from error
     finally:
         del private.calls_of(operation)[nodes:]
+
+
+@contextlib.contextmanager
+def _whole_tracebacks() -> Iterator[None]:
+    """Keeps all frames in the tracebacks of errors meanwhile."""
+    before = keras.config.is_traceback_filtering_enabled()
+    try:
+        keras.config.disable_traceback_filtering()
+        yield
+    finally:
+        if before:
+            keras.config.enable_traceback_filtering()

@@ -19,13 +19,14 @@ def ends_with_values(original: Callable) -> Callable:
         before = [(variable, private.raw_value(variable)) for variable in variables]
         try:
             return original(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self.jax_state_sync()  # A callback may raise between two steps.
             for variable, value in before:
                 # The first step takes what is here, and notes what it returns.
                 taken = value is None or value.is_deleted()
                 if private.raw_value(variable) is None and not taken:
                     variable.assign(value)
+            private.drop_internal_frames(error)
             raise
 
     return run

@@ -139,8 +139,9 @@ def _ends_in_its_grad_mode(original: Callable) -> Callable:
         before = torch.is_grad_enabled()
         try:
             return original(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             torch.set_grad_enabled(before)
+            private.drop_internal_frames(error)
             raise
 
     return run
