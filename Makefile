@@ -31,12 +31,13 @@ BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
 GPU_VENV := .venv-gpu
 GPU_GATES := $(GPU_VENV)/with-cuda12
 TPU_VENV := .venv-tpu
+DIST_VENV := .venv-dist
 TPU_GATES := $(TPU_VENV)/with-libtpu
 # Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
 .PHONY: help demo docs test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
-  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps clean $(TESTS)
+  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps dist clean $(TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -65,6 +66,7 @@ help:
 	@echo "make sweep-kernels  train with every operation that may lack half precision"
 	@echo "make sweep-operations  write what each operation of keras.ops does in half precision"
 	@echo "make sweep-first-steps  count the batches that are lost to the first loss scale"
+	@echo "make dist    build what an index gets, check it, and run the quick start with it"
 	@echo "make clean   remove what the other commands made"
 
 demo: $(DEMO)
@@ -172,6 +174,18 @@ sweep-operations: $(TEST)
 sweep-first-steps: $(BENCH)
 	$(BIN)/python -m sweeps.first_steps
 
+# What an index would get, installed where nothing else is.
+dist: $(VENV)/with-dist
+	rm -rf dist $(DIST_VENV)
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[$(BACKEND)]"
+	awk '/^```/ { if (code) exit; code = /python/; next } code' README.md \
+	  | sed 's/= "jax"/= "$(BACKEND)"/' > $(DIST_VENV)/quick_start.py
+	cd $(DIST_VENV) && bin/python quick_start.py
+	@echo "dist/ holds what would be uploaded; README's quick start runs with it."
+
 # Continuous integration sets CI: there an unformatted file is a failure.
 check: $(CHECK)
 	$(BIN)/ruff format $(if $(CI),--check) .
@@ -179,7 +193,7 @@ check: $(CHECK)
 	$(BIN)/mypy keras_mp keras_mp_cli benchmarks sweeps
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(TPU_VENV) .venv-versions build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) $(TPU_VENV) $(DIST_VENV) .venv-versions build dist *.egg-info
 	rm -rf docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis keras_mp_demo.png
 	find . -name .git -prune -o -name __pycache__ -exec rm -rf {} +
 

@@ -3,13 +3,18 @@
 import os
 import pathlib
 import re
+import shutil
 import textwrap
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras_mp  # noqa: E402
 
-GENERATED = pathlib.Path(__file__).parent / "_generated"
+DOCS = pathlib.Path(__file__).parent
+GENERATED = DOCS / "_generated"
+# A link in a checkout. A source distribution has none, and holds the notebooks once.
+if not (DOCS / "notebooks").exists():
+    shutil.copytree(DOCS.parent / "notebooks", DOCS / "notebooks")
 
 project = "keras_mp"
 release = keras_mp.__version__

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keras_mp.diagnostics.float32_search.search import find_float32_layers
     from keras_mp.diagnostics.inspection.inspection import inspect
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BFloat16",

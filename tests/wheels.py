@@ -14,7 +14,7 @@ PACKAGES = ("keras_mp", "keras_mp_cli")
 def built_wheel(folder: pathlib.Path) -> pathlib.Path:
     """Builds the wheel in a folder, from copies of what belongs to it and does not."""
     pytest.importorskip("setuptools", minversion="77")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
     for name in (*PACKAGES, "benchmarks", "sweeps", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "*.png", "*.keras")
