@@ -23,6 +23,7 @@ DOCS := $(VENV)/with-docs,$(BACKEND)
 CHECK := $(VENV)/with-dev
 TEST := $(VENV)/with-test,docs,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 TESTS := $(addprefix test-,$(BACKENDS))
+SLOW_TESTS := $(addprefix test-slow-,$(BACKENDS))
 SWEEP_MODELS := $(VENV)/with-sweep,jax,tensorflow
 BENCH := $(VENV)/with-bench,$(subst $(space),$(comma),$(strip $(BACKENDS)))
 BENCH_BACKENDS := $(subst $(space),$(comma),$(strip $(BACKENDS)))
@@ -36,8 +37,8 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 # Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
-.PHONY: help demo docs test test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
-  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps dist clean $(TESTS)
+.PHONY: help demo docs test test-slow test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
+  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps dist clean $(TESTS) $(SLOW_TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -47,6 +48,7 @@ help:
 	@echo "make demo    train handwritten digits under three policies, draw the result"
 	@echo "make docs    build the documentation, docs/_build/html/index.html"
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
+	@echo "make test-slow    run those that take long and are rarely red"
 	@echo "make test-fast    run those that are quick, on torch"
 	@echo "make test-notebooks   run every notebook on every backend"
 	@echo "make test-versions    run them on old and new versions of Keras and its backends"
@@ -77,10 +79,16 @@ docs: $(DOCS)
 	KERAS_BACKEND=$(BACKEND) $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
 	  --fresh-env docs docs/_build/html
 
+# Without what is marked as slow, each with its reason, which `make test-slow` runs.
 test: $(TESTS)
 
 $(TESTS): test-%: $(TEST)
-	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+test-slow: $(SLOW_TESTS)
+
+$(SLOW_TESTS): test-slow-%: $(TEST)
+	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 # In under two minutes: on torch, which compiles nothing, without what trains for long, draws,
 # or starts processes.

@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import signal
 import sys
 
 # Most of the time goes into compiling, and none into running: LLVM need not try hard,
@@ -20,6 +21,8 @@ except importlib.metadata.PackageNotFoundError:
 if [*map(int, version[:2])] < [0, 11]:
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+# What a shell starts in the background ignores Ctrl-C, which some of the tests press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # torch's threads wait by spinning, and so keep those of the other workers waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,6 +30,7 @@ import browser as chromium  # noqa: E402
 import hypothesis  # noqa: E402
 import keras  # noqa: E402
 import pytest  # noqa: E402
+import selection  # noqa: E402
 import workplace  # noqa: E402
 from backends import POLICIES  # noqa: E402
 
@@ -59,20 +63,12 @@ def pytest_report_header():
     return None if chromium.found() else chromium.WANTED
 
 
+@pytest.hookimpl(tryfirst=True)  # Before `-m` reads the marks.
 def pytest_collection_modifyitems(config, items):
-    """What is no matter of the backend is tested on one of them."""
-    backend = keras.backend.backend()
-
-    def home(item):
-        # What a page looks like; the command in front of a stand-in for Keras.
-        fixtures = {"browser", "work"} & set(item.fixturenames)
-        if fixtures or item.get_closest_marker("once"):
-            return "jax"
-        return "torch" if item.get_closest_marker("trains_many") else backend
-
-    elsewhere = {item for item in items if home(item) != backend}
-    config.hook.pytest_deselected(items=[*elsewhere])
-    items[:] = [item for item in items if item not in elsewhere]
+    selection.mark_what_is_slow(items)
+    elsewhere = [item for item in items if not selection.is_at_home(item)]
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if selection.is_at_home(item)]
 
 
 @pytest.fixture(scope="session")

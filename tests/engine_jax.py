@@ -207,7 +207,7 @@ def fit():
 
 if __name__ == "__main__":
     if PROCESSES > 1:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"127.0.0.1:{os.environ['PORTS'].split()[0]}"
         keras.distribution.initialize(address, PROCESSES, RANK)
     result = {}
     for kind in sys.argv[2:]:

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import sys
 
 import keras
 import tensorflow as tf
@@ -118,12 +117,13 @@ WORKERS = {
 }
 
 
-def main(index, *ports):
+def main():
     """Prints the traces of one worker as JSON: a mode, a sequence, lines each."""
+    ports = os.environ["PORTS"].split()
     os.environ["TF_CONFIG"] = json.dumps(
         {
             "cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
-            "task": {"type": "worker", "index": int(index)},
+            "task": {"type": "worker", "index": int(os.environ["RANK"])},
         }
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -136,4 +136,4 @@ def main(index, *ports):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

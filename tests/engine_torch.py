@@ -4,6 +4,7 @@ python engine_torch.py loop|train
 """
 
 import json
+import os
 import sys
 
 import keras
@@ -111,7 +112,12 @@ def trained(train, poisoned_rank, initial_scale):
 
 
 if __name__ == "__main__":
-    distributed.init_process_group("gloo")
+    distributed.init_process_group(
+        "gloo",
+        init_method=os.environ["MEETING"],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     if sys.argv[1] == "loop":
         result = {
             how: {name: loop(s, how == "reduced") for name, s in SEQUENCES.items()}

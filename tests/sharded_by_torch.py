@@ -399,7 +399,12 @@ def interrupted():
 
 
 if __name__ == "__main__":
-    distributed.init_process_group("gloo")
+    distributed.init_process_group(
+        "gloo",
+        init_method=os.environ["MEETING"],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     names, folder = sys.argv[1:]
     results = {
         name: files(folder) if name == "files" else globals()[name]()

@@ -46,7 +46,7 @@ from keras_mp.policies import heads
 
 # Peers and compilers say what they like.
 pytestmark = pytest.mark.filterwarnings("ignore")
-once = pytest.mark.once
+once = pytest.mark.once("What is measured and drawn is the same on every backend.")
 PEERS_HERE = [p.name for p in PEERS if BACKEND in p.backends and p.installed]
 # The cases that differ in more than their sizes.
 DIFFERENT = list(
@@ -77,6 +77,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("case", DIFFERENT, ids=lambda case: case.name)
+@pytest.mark.slow("It is about other packages; ours has an oracle elsewhere.")
 def test_every_peer_that_is_here_agrees_in_every_case(case):
     found = next(cost.measure(case.name, BACKEND, PEERS_HERE, 0.0, smallest=True))
     families = {p.name: p.family for p in PEERS}
@@ -138,6 +139,7 @@ def test_who_does_not_agree_is_not_timed(monkeypatch):
     assert found["controls"] == {}
 
 
+@pytest.mark.slow("It measures; the package does not depend on it.")
 def test_who_is_slow_is_timed_only_where_it_is_named(monkeypatch):
     case = case_named(SMALL)._replace(slow=("keras",))
     monkeypatch.setattr(cost, "case_named", lambda name: case)
@@ -567,6 +569,7 @@ def test_tables_fit_a_terminal():
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="train is for JAX and torch")
+@pytest.mark.slow("It measures; the package does not depend on it.")
 def test_a_training_configuration_is_measured(monkeypatch):
     monkeypatch.setattr(train, "STRETCH", 1e-9)
     monkeypatch.setattr(train, "STRETCHES", 2)
@@ -665,6 +668,7 @@ def test_operations_of_the_forward_pass_are_those_of_the_literature():
 @pytest.mark.parametrize(
     "way", ["mixed_float16", quality_tables.UNSCALED, "bfloat16", quality_tables.SLOTS]
 )
+@pytest.mark.slow("It measures; the package does not depend on it.")
 def test_a_quality_training_runs(way):
     *_, found = quality.measure("regression", BACKEND, way, seeds=2, smallest=True)
     assert len(found["values"]) == 2 and np.isfinite(found["values"]).all()
@@ -726,6 +730,7 @@ def test_a_language_model_has_a_head_whose_operands_are_half_precision():
 
 
 @pytest.mark.parametrize("case", ["layer-call", "fit"])
+@pytest.mark.slow("It measures; the package does not depend on it.")
 def test_a_seam_is_measured_and_put_back(case):
     found = next(seams.measure(case, BACKEND, 0.0, smallest=True))
     assert all(ratio["number"] >= MIN_PAIRS for ratio in found["ratios"].values())
@@ -733,6 +738,7 @@ def test_a_seam_is_measured_and_put_back(case):
 
 
 @once
+@pytest.mark.slow("It measures; the package does not depend on it.")
 def test_tracing_and_compiling_is_measured():
     found = next(seams.measure("compile-10", "jax", smallest=True))
     own = {"trace, Keras' own wrapper", "compile, Keras' own wrapper"}
@@ -776,6 +782,7 @@ def test_the_command_imports_keras_on_a_backend_that_is_here(asked, monkeypatch)
 
 
 @once
+@pytest.mark.slow("It measures; the package does not depend on it.")
 def test_the_command_measures_a_case_and_writes_it(tmp_path):
     def ended(line):
         line = [sys.executable, "-m", "benchmarks", *line.split(), "--out", str(out)]

@@ -15,6 +15,11 @@ import keras_mp.keras_private as private
 from keras_mp import BFloat16, StochasticRoundingOptimizer
 from keras_mp.policies.weights import LARGE
 
+once = pytest.mark.once(
+    "Which dtypes weights have is decided before a backend computes."
+)
+
+
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.standard_normal((256, 16)).astype("float32")
 Y = (X @ GENERATOR.standard_normal((16, 4))).argmax(1)
@@ -67,7 +72,7 @@ def is_rounding(optimizer):
 # What is in which dtype -------------------------------------------------------------
 
 
-@pytest.mark.once
+@once
 def test_the_name_gives_the_policy():
     assert keras_mp.global_policy() == BFloat16()
     assert isinstance(keras_mp.Policy("bfloat16"), BFloat16)
@@ -206,7 +211,7 @@ def test_large_heads_of_any_kind_train_whatever_feeds_them(name, fed_in):
     assert model.predict(x, verbose=0).dtype == "float32"
 
 
-@pytest.mark.once
+@once
 def test_a_bias_as_long_as_a_large_kernel_is_float32():
     head = layers.Dense(LARGE)
     compiled(keras.Sequential([keras.Input((1,)), layers.Dense(1), head]))
@@ -232,7 +237,7 @@ def test_orthogonal_matrices_in_half_are_those_of_float32(dtype):
     assert (np.array(drawn[0] == rounded)).all()
 
 
-@pytest.mark.once
+@once
 def test_the_statistics_of_batch_normalization_want_float32():
     averages = {}
     for dtype in ("float32", "bfloat16"):
@@ -272,7 +277,7 @@ def test_compile_wraps_an_optimizer_and_what_scales_stays_outside():
         assert last < first and np.isfinite(last)
 
 
-@pytest.mark.once
+@once
 def test_it_is_wrapped_once_and_keeps_what_it_has_learned():
     adam = optimizers.Adam()
     model = compiled(classifier(), adam)
@@ -283,7 +288,7 @@ def test_it_is_wrapped_once_and_keeps_what_it_has_learned():
     assert int(adam.iterations) == 8
 
 
-@pytest.mark.once
+@once
 def test_other_optimizers_that_a_model_holds_are_wrapped_too():
     model = subclassed()
     model.second = optimizers.Adam()
@@ -331,7 +336,7 @@ def test_a_fixed_loss_scale_is_divided_out_again():
 # Models that exist already ----------------------------------------------------------
 
 
-@pytest.mark.once
+@once
 def test_convert_to_it_names_the_remedy_and_changes_nothing():
     with keras_mp.policy_scope("float32"):
         model = compiled(classifier())
@@ -342,7 +347,7 @@ def test_convert_to_it_names_the_remedy_and_changes_nothing():
     assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
 
 
-@pytest.mark.once
+@once
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_convert_from_it_raises_too(policy):
     model = compiled(classifier(MANY))
@@ -352,7 +357,7 @@ def test_convert_from_it_raises_too(policy):
         keras_mp.convert(model.layers[-1], policy)
 
 
-@pytest.mark.once
+@once
 def test_convert_of_a_model_under_it_does_nothing_and_of_one_not_built_works():
     model = compiled(classifier())
     before = [private.stored_dtype(v) for v in model.variables]
@@ -389,7 +394,7 @@ def test_a_file_opens_here_and_trains_on(tmp_path):
         assert (a == b).all()
 
 
-@pytest.mark.once
+@once
 def test_plain_keras_opens_it_with_bfloat16_weights(tmp_path):
     model = compiled(classifier(MANY))
     trained(model)
@@ -436,6 +441,7 @@ def convolutional():
     return compiled(model), GENERATOR.standard_normal((8, 6, 6, 3)), np.arange(8)
 
 
+@pytest.mark.slow("Whole searches; those of the other policies stay.")
 def test_diagnose_and_find_float32_layers_know_it():
     model, x, y = convolutional()
     found = keras_mp.find_float32_layers(model, x, y, verbose=0)
@@ -445,7 +451,7 @@ def test_diagnose_and_find_float32_layers_know_it():
     assert dtypes_of(model.layers[0]) == {"kernel": "bfloat16", "bias": "bfloat16"}
 
 
-@pytest.mark.once
+@once
 def test_inspect_says_what_is_in_which_dtype():
     model, *_ = convolutional()
     layers_of = keras_mp.inspect(model).layers
@@ -459,7 +465,7 @@ def test_inspect_says_what_is_in_which_dtype():
     assert not head.half_copy_bytes
 
 
-@pytest.mark.once
+@once
 def test_compare_trains_under_it():
     def build():
         return compiled(classifier())
@@ -476,6 +482,7 @@ def test_compare_trains_under_it():
 
 
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="keras.distribution")
+@pytest.mark.slow("Several devices or processes; one such test stays in `make test`.")
 def test_on_several_devices_weights_are_the_same_everywhere():
     found = on_four_devices("rounding_on_devices.py")
     one = found["one"]

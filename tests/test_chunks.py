@@ -352,6 +352,7 @@ KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_training_in_chunks_is_that_of_all_logits(kind, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     expected = unchunked(trained, decoder(kind))
@@ -380,6 +381,7 @@ ACCURACIES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
     keras_mp.set_global_policy("mixed_float16")
 
@@ -542,6 +544,7 @@ def test_how_many_chunks_there_are():
     assert number_of_chunks(2**20, 50257, "whole") == 0
 
 
+@pytest.mark.slow("Several devices or processes; one such test stays in `make test`.")
 def test_on_several_devices_losses_are_the_same():
     found = on_four_devices("chunks_on_devices.py")
     numbers = {kind: number for kind, (number, _) in found.items()}

@@ -370,7 +370,7 @@ def test_real_model_is_inspected_as_the_function_does_it(tmp_path):
     assert "float16" in result.stdout
 
 
-@pytest.mark.once
+@pytest.mark.once("The command reads a file before any backend computes.")
 def test_real_model_with_a_class_of_its_own_is_one_line_and_status_2(tmp_path):
     model = keras.Sequential([keras.Input((5,)), OfMyOwn()])
     model.save(tmp_path / "model.keras")
@@ -379,7 +379,7 @@ def test_real_model_with_a_class_of_its_own_is_one_line_and_status_2(tmp_path):
     assert "OfMyOwn" in line
 
 
-@pytest.mark.once
+@pytest.mark.once("The command reads a file before any backend computes.")
 @pytest.mark.parametrize("text", ["", "not a model"])
 def test_real_file_that_is_damaged_is_one_line_and_status_2(tmp_path, text):
     write(tmp_path, {"model.keras": text})

@@ -94,6 +94,7 @@ def test_it_reads_nothing_more_where_global_clipping_does():
 
 
 @pytest.mark.parametrize("name", ["Adam", "global_clipnorm"])
+@pytest.mark.slow("200 variables are compiled; the next test has 100.")
 def test_small_variables_share_the_kernels_of_the_check(name):
     plain, scaled = both("200 variables", name)
     assert scaled.count("fusion") <= 1.1 * plain.count("fusion")

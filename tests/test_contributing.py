@@ -7,7 +7,7 @@ import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 TEXTS = ("CONTRIBUTING.md", ".github/workflows/ci.yml", ".pre-commit-config.yaml")
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once("It reads files of the repository.")
 
 
 def text(name):

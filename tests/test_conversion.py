@@ -102,6 +102,7 @@ both = pytest.mark.parametrize("policy", POLICIES)
 
 
 @every_model
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_conversion_keeps_the_very_same_variables_in_float32(name, policy):
     trip = round_trip(name, policy)
     assert trip.returned is trip.model
@@ -190,6 +191,7 @@ def train(model, x, y, epochs=1):
 
 
 @pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_compiled_model_trains_on_with_its_optimizers_state(name):
     trip = trained(name)
     assert np.all(np.isfinite(trip.loss))

@@ -99,8 +99,12 @@ def chain(fault, count=20):
     return made
 
 
-def flat(fault):
-    return keras.Sequential([keras.Input((8,)), *chain(fault, LAYERS)], name="flat")
+def flat(fault, count=20, name="flat"):
+    return keras.Sequential([keras.Input((8,)), *chain(fault, count)], name=name)
+
+
+def long(fault):
+    return flat(fault, LAYERS, "long")
 
 
 def nested(fault):
@@ -114,7 +118,12 @@ class Subclassed(Chained):
         super().__init__(chain(fault), name="own")
 
 
-PATHS = {flat: "flat/fault", nested: "inner/fault", Subclassed: "fault"}
+PATHS = {
+    flat: "flat/fault",
+    long: "long/fault",
+    nested: "inner/fault",
+    Subclassed: "fault",
+}
 
 
 def compiled(build, fault, policy="mixed_float16"):
@@ -143,7 +152,15 @@ OTHERS = [pytest.param(build, marks=on_torch) for build in (nested, Subclassed)]
 every_way = pytest.mark.parametrize("build", [flat, *OTHERS])
 
 
-@pytest.mark.parametrize("build", PATHS)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(
+            long, marks=pytest.mark.slow("A hundred layers, where 20 do too.")
+        ),
+        *(build for build in PATHS if build is not long),
+    ],
+)
 def test_an_output_past_65504_is_found(build):
     report = keras_mp.diagnose(compiled(build, Loud), X, Y)
     path = fault_of(report)
@@ -263,7 +280,7 @@ def test_a_model_in_float32_is_judged_as_if_it_were_in_float16(build):
 def fault_of(report):
     """The path of the layer at fault, which the whole line must match."""
     (path,) = {m.layer for m in report.measured if m.layer.endswith("fault")}
-    least = LAYERS if report.model == "flat" else 20
+    least = LAYERS if report.model == "long" else 20
     assert len(paths_of(report, "output")) >= least
     return path
 
@@ -318,6 +335,7 @@ def test_the_model_stays_as_it_was(policy):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow("Whole searches through a loop; other models stay.")
 def test_the_state_of_a_stateful_lstm_stays_as_it_was():
     with keras_mp.policy_scope("mixed_float16"):
         inputs = keras.Input(batch_shape=(16, 3, 2))

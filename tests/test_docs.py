@@ -16,6 +16,9 @@ from backends import BACKEND, same_bits, values
 import keras_mp
 from keras_mp.policies.weights import LARGE
 
+once = pytest.mark.once("It reads pages, which are the same on every backend.")
+
+
 DOCS = documents.REPOSITORY / "docs"
 # A page with code for one backend runs on each, any other on the quickest.
 WITH_CODE = [
@@ -102,13 +105,13 @@ def test_layers_compute_in_what_the_guide_says():
     ]
 
 
-@pytest.mark.once
+@once
 def test_the_guide_says_how_large_a_large_head_is():
     text = (DOCS / "guides/large_heads_and_attention.md").read_text()
     assert f"of {LARGE:,} weights or more" in text
 
 
-@pytest.mark.once
+@once
 def test_every_test_that_is_named_is_there():
     tests = "".join(p.read_text() for p in pathlib.Path(__file__).parent.glob("*.py"))
     text = (DOCS / "coming_from/keras.md").read_text()
@@ -117,7 +120,7 @@ def test_every_test_that_is_named_is_there():
     assert [name for name in named if f"def {name}(" not in tests] == []
 
 
-@pytest.mark.once
+@once
 def test_every_public_name_is_in_the_reference():
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     named = re.findall(r"\.\. auto\w+:: (\w+)", text)
@@ -165,6 +168,7 @@ def site(tmp_path_factory):
     + ["coming_from/torch_amp", "reference/loss_scaling", "how_it_works/measured"]
     + ["notebooks/01_quickstart"],
 )
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_page_can_be_read_at_a_desk_and_on_a_telephone(
     browser, site, page, width, dark
 ):
@@ -176,7 +180,7 @@ def test_a_page_can_be_read_at_a_desk_and_on_a_telephone(
     assert browser.texts("article h1")[0].strip("#¶ ")
 
 
-@pytest.mark.once
+@once
 def test_no_page_loads_anything_from_elsewhere(site):
     elsewhere = r"[\"'(](?:https?:)?//[^\"')]+"
     tags = re.compile(rf"<(?:script|link|img|iframe|source)\b[^>]*={elsewhere}")
@@ -198,7 +202,7 @@ def test_a_docstrings_code_and_arguments_look_like_those(browser, site):
     assert not [p for p in browser.texts("article dd p") if "```" in p or "Args:" in p]
 
 
-@pytest.mark.once
+@once
 def test_a_docstrings_link_is_one(site):
     pages = [page.read_text() for page in site.rglob("reference/*.html")]
     assert any(">Train With Mixed Precision, NVIDIA</a>" in page for page in pages)

@@ -29,11 +29,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_model_trains_as_in_float32(case):
     assert disagreement(case) < 1
 
 
-@pytest.mark.once
+@pytest.mark.once("It reads a table.")
 def test_every_loss_of_keras_is_in_the_table():
     exported = {
         name

@@ -3,13 +3,10 @@
 import contextlib
 import functools
 import json
-import pathlib
-import socket
-import subprocess
-import sys
 
 import keras
 import numpy as np
+import processes
 import pytest
 from backends import BACKEND, same_bits
 from step_sequences import SEQUENCES
@@ -70,30 +67,7 @@ def test_keras_own_wrapper_writes_the_infinity_of_another_replica_into_the_weigh
 @pytest.fixture(scope="module")
 def workers():
     """What two processes print that train together: a dict each."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    ports = [str(server.getsockname()[1]) for server in servers]
-    for server in servers:
-        server.close()
-    script = str(pathlib.Path(__file__).with_name("engine_tensorflow.py"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(index), *ports],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        # Processes that disagree would wait for each other for ever.
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-2000:]
-    return [json.loads(output) for output, _ in outputs]
+    return processes.run("engine_tensorflow.py", processes=2)
 
 
 @pytest.mark.parametrize("mode", engine_tensorflow.WORKERS)

@@ -29,6 +29,7 @@ def test_every_sequence_of_steps_follows_the_oracle_to_the_bit():
 @pytest.mark.parametrize(
     "how", ["parallel", "fit"], ids=["DistributedDataParallel", "fit"]
 )
+@pytest.mark.slow("Several devices or processes; one such test stays in `make test`.")
 def test_training_forgets_a_step_that_one_process_makes_all_skip(how):
     first, last = (result[how] for result in run("train"))
     for result in (first, last):

@@ -25,6 +25,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("limit", [1_000, 50_000])
+@pytest.mark.slow("Two trainings in a process whose files are limited.")
 def test_a_breakpoint_that_finds_no_room_is_one_warning_and_the_training_goes_on(limit):
     (trainings,) = run("full_disk.py", str(limit))
     assert len(trainings) == 3

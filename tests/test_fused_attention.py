@@ -158,6 +158,7 @@ def with_gradients(attend, case, dtype):
 
 @on_jax
 @cases
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_so_are_its_gradients(case, dtype):
     found = with_gradients(ops.dot_product_attention, case, dtype)
     agree(found, reference(case, dtype), dtype)
@@ -165,6 +166,7 @@ def test_so_are_its_gradients(case, dtype):
 
 @on_jax
 @cases
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_what_is_padded_for_the_fused_kernel_changes_nothing(case, dtype, monkeypatch):
     original = jax.nn.dot_product_attention
     lengths = []
@@ -204,6 +206,7 @@ def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
 
 @on_jax
 @cases
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(case, dtype):
     assert {device.platform for device in jax.devices()} == {"cpu"}
     text = lowered(*loss_and_gradients(case, dtype), "cuda")
@@ -358,6 +361,7 @@ def test_jax_goes_on_asking_for_cudnn_elsewhere():
 
 
 @on_jax
+@pytest.mark.slow("Several devices or processes; one such test stays in `make test`.")
 def test_heads_that_stand_on_two_devices_train_alike():
     (losses, whole), (found, part) = on_four_devices("attention_on_devices.py").values()
     assert (whole, part) == ([32, 4, 8], [32, 2, 8])

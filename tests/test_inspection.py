@@ -948,6 +948,7 @@ def test_the_constants_of_an_attention_with_a_mask_are_not_named():
     assert says_of_numbers(model) == []
 
 
+@pytest.mark.slow("A large model, of layers that others are made of too.")
 def test_the_constants_of_a_mobilenet_are_not_named():
     with keras_mp.policy_scope(MIXED):
         model = keras.applications.MobileNetV3Small(weights=None)

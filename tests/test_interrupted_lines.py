@@ -146,6 +146,7 @@ TRAINS_MANY = pytest.param("compare", marks=pytest.mark.trains_many)
 
 @pytest.mark.parametrize("name", [*OPERATIONS, TRAINS_MANY])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # What is half done may say so.
+@pytest.mark.slow("Every line of an operation is interrupted in turn.")
 def test_it_leaves_nothing_patched(name, tmp_path):
     keras_mp.set_global_policy("mixed_bfloat16")
     operation = compare if name == "compare" else OPERATIONS[name]

@@ -29,6 +29,7 @@ def fit(model, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow("Many trainings, interrupted at random.")
 def test_signals_at_random_moments(way):
     assert processes.run("interrupted.py", way) == [[]]
 
@@ -179,6 +180,7 @@ HOWS += [by_a_signal_within_a_step] if BACKEND == "jax" else []
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_they_leave_a_model_its_values(verb, how, monkeypatch):
     if "on_batch" in verb and how in (by_a_callback, by_the_data):
         pytest.skip("test_on_batch takes neither callbacks nor a dataset")

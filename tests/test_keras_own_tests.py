@@ -24,6 +24,7 @@ FILES = ["loss_scale_optimizer_test.py", *["optimizer_sparse_test.py"] * SPARSE]
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.slow("Keras' own files of tests, in a process of their own.")
 def test_keras_own_tests_of_loss_scaling_pass_whole(name, tmp_path):
     (tmp_path / "swap_in_keras_mp.py").write_text(PLUGIN)
     tests = pathlib.Path(keras.src.optimizers.__file__).parent / name

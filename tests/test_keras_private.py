@@ -88,7 +88,7 @@ def test_a_name_that_moved_is_an_error_of_one_sentence():
         private._find("keras.src.gone:name")
 
 
-@pytest.mark.once
+@pytest.mark.once("It reads files of the repository.")
 def test_the_newest_keras_is_the_newest_release_that_the_table_of_versions_has():
     # For `private.moved`, which recommends it.
     contributing = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"

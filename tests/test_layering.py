@@ -125,6 +125,7 @@ def test_every_room_exists():
         assert room in modules(), f"ROOMS names {room!r}, which keras_mp has not got."
 
 
+@pytest.mark.once("It reads the source.")
 def test_no_module_imports_from_a_higher_floor(module):
     name, path = module
     for imported, line in own_imports(path):
@@ -137,6 +138,7 @@ def test_no_module_imports_from_a_higher_floor(module):
         )
 
 
+@pytest.mark.once("It reads the source.")
 def test_no_modules_import_each_other_in_a_circle():
     arrows = {
         name: {imported for imported, _ in own_imports(path)} - {name}

@@ -38,6 +38,9 @@ def traced(case, policy):
 
 @pytest.mark.filterwarnings("ignore")  # What layers say of hard inputs is not ours.
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow(
+    "JAX lowers what test_every_layer.py runs; the nightly gates compile it."
+)
 def test_a_layer_and_its_gradient_are_lowered(name):
     for policy, platforms in ((FLOAT16, ["cuda"]), (BFLOAT16, ["cuda", "tpu"])):
         program = traced(ALL[name], policy)

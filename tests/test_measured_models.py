@@ -15,7 +15,7 @@ from sweeps.model_cases import cases
 from sweeps.models import BACKENDS, POLICIES
 from sweeps.models_report import LEFT, PLAIN
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once("It reads files of the repository.")
 
 ROWS = {
     (row["model"], row["backend"], row["policy"], row["how"]): row["outcome"]

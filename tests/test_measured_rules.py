@@ -57,7 +57,7 @@ def test_enough_layer_classes_were_measured(backend):
     assert len(classes) >= 57
 
 
-@pytest.mark.once
+@pytest.mark.once("It reads a table.")
 def test_the_file_has_a_case_a_line():
     text = layer_table.RESULTS.read_text()
     assert layers.as_text(MEASURED) == text
@@ -65,7 +65,7 @@ def test_the_file_has_a_case_a_line():
     assert number < len(text.splitlines()) < number + 20
 
 
-@pytest.mark.once
+@pytest.mark.once("It reads a table.")
 def test_the_readme_of_the_sweeps_has_the_table_of_the_file():
     readme = layer_table.RESULTS.with_name("README.md").read_text()
     assert layer_table.rendered(MEASURED).strip() in readme

@@ -33,6 +33,7 @@ HERE = [
 
 
 @pytest.mark.parametrize("path", HERE, ids=lambda path: path.stem)
+@pytest.mark.slow("Each trains models, in a process of its own.")
 def test_notebook_runs_afresh_without_a_word_on_stderr(path, tmp_path):
     committed = nbformat.read(path, as_version=4)
     fresh = execute(without_outputs(committed), tmp_path)

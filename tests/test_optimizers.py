@@ -155,6 +155,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "options", "compiled"), sorted({*cases()}, key=str))
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_an_optimizer_trains_as_if_nothing_were_scaled_or_skipped(
     name, options, compiled
 ):

@@ -898,6 +898,7 @@ def test_facts_that_do_not_fit_are_one_line_and_status_2(saved, changes, words, 
 
 
 @with_diagnosis
+@pytest.mark.slow("It starts another backend.")
 def test_it_is_replayed_on_another_backend_with_classes_of_the_scripts(folder):
     others = ["tensorflow", "torch", "jax"]
     backend = next(b for b in others if b != BACKEND and installed(b))

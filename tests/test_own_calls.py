@@ -36,6 +36,7 @@ does_not_promote = pytest.mark.skipif(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*mixes dtypes")
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_model_that_uses_its_own_inputs_computes_as_in_float32(case):
     assert disagreement(case) < 1
 
@@ -245,7 +246,7 @@ def test_a_loop_of_the_users_own_differentiates_such_a_model(mixed_float16):
             np.testing.assert_allclose(a, b, rtol=0.01, atol=1e-3)
 
 
-@pytest.mark.once
+@pytest.mark.once("It reads a table.")
 def test_the_kinds_hold_inputs_that_half_precision_cannot():
     largest = [
         np.max(np.abs(x))

@@ -16,7 +16,7 @@ from workplace import ROOT
 
 import keras_mp
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once("It reads files of the repository.")
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The names of packages whose modules are called otherwise.

@@ -66,7 +66,7 @@ def recommend(monkeypatch):
     return recommend
 
 
-@pytest.mark.once
+@pytest.mark.once("Keras keeps the global policy, whatever the backend.")
 @pytest.mark.parametrize("name", ["mixed_float16", "auto"])
 def test_the_global_policy_holds_after_clear_session(name, recommend):
     recommend("mixed_bfloat16")
@@ -209,7 +209,7 @@ def test_a_scope_that_ends_in_another_task_than_it_began_in_leaves_nothing(
     assert asyncio.run(main()) == ("mixed_bfloat16", "mixed_float16", "mixed_float16")
 
 
-@pytest.mark.once
+@pytest.mark.once("Keras keeps the global policy, whatever the backend.")
 def test_a_scope_holds_after_clear_session(mixed_float16):
     with keras_mp.policy_scope("mixed_bfloat16"):
         keras.utils.clear_session()
@@ -230,7 +230,7 @@ def test_a_scope_holds_while_keras_is_as_it_was():
 
 
 # `clear_session` collects garbage, which takes seconds in a process of many tests.
-@pytest.mark.once
+@pytest.mark.once("Keras keeps the global policy, whatever the backend.")
 @pytest.mark.parametrize(
     ("module", "setter"),
     [
@@ -595,6 +595,7 @@ def test_small_probabilities_do_not_vanish(mixed_float16):
     assert float(model(logits)[0, 1]) == pytest.approx(2.06e-9, rel=1e-2)
 
 
+@pytest.mark.slow("A large model, of layers that others are made of too.")
 def test_a_softmax_of_keras_applications_is_float32(mixed_float16):
     model = keras.applications.MobileNetV2(
         weights=None, input_shape=(32, 32, 3), alpha=0.35, classes=3

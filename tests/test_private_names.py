@@ -12,6 +12,9 @@ from collections.abc import Iterator
 import pytest
 from workplace import ROOT
 
+once = pytest.mark.once("It reads the source.")
+
+
 FILES = [
     path
     for folder in ("keras_mp", "keras_mp_cli", "benchmarks", "sweeps")
@@ -68,7 +71,7 @@ def private_uses(text: str) -> list[tuple[str, int]]:
     ]
 
 
-@pytest.mark.once
+@once
 @pytest.mark.parametrize(
     "path",
     [path for path in FILES if path.name not in OF_PRIVATE_NAMES],
@@ -82,7 +85,7 @@ def test_no_other_file_uses_a_private_name_of_another_library(path):
     )
 
 
-@pytest.mark.once
+@once
 @pytest.mark.parametrize(
     "program",
     [
@@ -100,7 +103,7 @@ def test_the_search_finds_it(program):
     assert private_uses(program)
 
 
-@pytest.mark.once
+@once
 def test_the_search_leaves_alone_what_the_file_defines():
     assert not private_uses("self._scale = 1\nother._scale\n_LIMIT = 2\nprint(_LIMIT)")
 
@@ -116,7 +119,7 @@ def entries(path: pathlib.Path) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-@pytest.mark.once
+@once
 def test_contributing_says_how_many_private_names_there_are():
     package = ROOT / "keras_mp"
     keras_own = len(entries(package / "keras_private.py"))

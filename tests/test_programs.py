@@ -17,7 +17,9 @@ from test_unscaled import apply
 
 import keras_mp
 
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
+# What bfloat16 breaks of a program float16 breaks too, but for rounding.
+COARSER = pytest.mark.slow("Each program trains under two policies; this is the other.")
+POLICIES = ["mixed_float16", pytest.param("mixed_bfloat16", marks=COARSER)]
 # How far a loss may be from float32's, relative to the largest of the training.
 APART = {"mixed_float16": 0.01, "mixed_bfloat16": 0.05}
 
@@ -101,6 +103,7 @@ def variational_autoencoder():
     return model.fit(IMAGES, IMAGES, 16, epochs=6, verbose=0).history["loss"]
 
 
+@pytest.mark.slow("A whole program; its parts have tests of their own.")
 def test_a_variational_autoencoder(policy):
     agrees(variational_autoencoder, policy)
 
@@ -144,6 +147,7 @@ def actor_and_critic():
     return losses
 
 
+@pytest.mark.slow("A whole program; its parts have tests of their own.")
 def test_an_actor_and_a_critic(policy):
     agrees(actor_and_critic, policy)
 
@@ -212,6 +216,7 @@ def fit(model, **options):
     ).history["loss"]
 
 
+@pytest.mark.slow("A whole program; its parts have tests of their own.")
 def test_a_deep_and_cross_network_on_raw_features(policy):
     """Its products pass 65504: float16 is told of early, and mended by what is said."""
     keras.utils.set_random_seed(3)

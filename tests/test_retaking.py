@@ -345,6 +345,7 @@ def test_a_train_step_of_the_users_that_scales_is_taken_again():
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="keras.distribution")
+@pytest.mark.slow("Several devices or processes; one such test stays in `make test`.")
 def test_on_several_devices_too():
     for found in on_four_devices("retaking_on_devices.py").values():
         assert found.pop("overflowed") == np.log2(found.pop("halvings")) >= 10

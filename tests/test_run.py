@@ -8,6 +8,8 @@ import signal
 import pytest
 from workplace import OPTIMIZER, ROOT, SUMMARY, install, real, refusal, write
 
+once = pytest.mark.once("The script that is started chooses a backend itself.")
+
 
 def without_our_lines(stderr: str) -> str:
     lines = stderr.splitlines(keepends=True)
@@ -502,14 +504,16 @@ def test_real_script_trains_in_float16_and_its_optimizer_is_summarized(tmp_path)
          "policy bfloat16: as --policy says"),
     ],
 )  # fmt: skip
+@pytest.mark.slow("Each row is a script in a process of its own.")
 def test_real_script_is_told_its_policy_and_why(tmp_path, policy, line, said):
     result = real_run(tmp_path, policy, text=f"import keras\n{line}\n")
     last = result.stderr.splitlines()[-1]
     assert re.fullmatch(f"keras-mp: {said}", last), result.stderr
 
 
-@pytest.mark.once
+@once
 @pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+@pytest.mark.slow("Each row is a script in a process of its own.")
 def test_real_script_chooses_its_backend_itself(tmp_path, backend):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
@@ -518,7 +522,8 @@ def test_real_script_chooses_its_backend_itself(tmp_path, backend):
     assert ": no loss scaling, 2 steps\nkeras-mp: policy" in result.stderr
 
 
-@pytest.mark.once
+@once
+@pytest.mark.slow("A script in a process of its own.")
 def test_real_script_runs_where_only_one_backend_is_installed(tmp_path):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
@@ -536,7 +541,8 @@ def test_real_script_runs_where_only_one_backend_is_installed(tmp_path):
     assert result.stdout.endswith("torch mixed_bfloat16\n")
 
 
-@pytest.mark.once
+@once
+@pytest.mark.slow("A script that starts others.")
 def test_real_spawned_processes_train_in_float16_and_say_so(tmp_path):
     text = """
         import multiprocessing
@@ -564,7 +570,8 @@ def test_real_spawned_processes_train_in_float16_and_say_so(tmp_path):
     assert re.fullmatch(trained, said[0])
 
 
-@pytest.mark.once
+@once
+@pytest.mark.slow("A script in a process of its own.")
 def test_real_tensorflow_imports_keras_lazily_and_the_policy_is_set(tmp_path):
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed")

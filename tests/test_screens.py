@@ -355,6 +355,7 @@ def test_every_plot_is_among_those_that_are_drawn_here():
 
 
 @drawn
+@pytest.mark.once("A picture is drawn from numbers.")
 def test_a_plot_has_a_title_axes_with_units_and_a_sentence(plot, arguments):
     figure = plot(*arguments)
     assert figure.axes
@@ -419,6 +420,7 @@ def test_nothing_in_a_plot_is_cut_off_or_covered(plot, arguments):
 
 
 @drawn
+@pytest.mark.once("A picture is drawn from numbers.")
 def test_a_plot_looks_the_same_whatever_style_the_user_has(plot, arguments):
     def pixels(figure):
         figure.canvas.draw()

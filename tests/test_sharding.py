@@ -10,6 +10,9 @@ from backends import BACKEND
 
 import keras_mp
 
+# They are started once for all tests of this file.
+slow = pytest.mark.slow("Two processes, and four, each with torch and many trainings.")
+
 ALONE = "optimizers,models,policies,told,interrupted"
 ALL = "memory,skipping,skipping_in_fit,files"
 
@@ -39,6 +42,7 @@ def results(request):
     return request.getfixturevalue(request.param)
 
 
+@slow
 def test_one_process_of_its_own_trains_as_without_shards_to_the_bit(two):
     (alone,) = run(1, "policies")
     for policy in ("mixed_float16", "mixed_bfloat16"):
@@ -53,6 +57,7 @@ def test_one_process_of_its_own_trains_as_without_shards_to_the_bit(two):
     ("policy", "losses"),
     [("mixed_float16", 1e-4), ("mixed_bfloat16", 2e-3), ("bfloat16", 5e-3)],
 )
+@slow
 def test_several_processes_train_as_one_does(results, policy, losses):
     for found in results:
         trained = found["policies"][policy]
@@ -60,6 +65,7 @@ def test_several_processes_train_as_one_does(results, policy, losses):
         assert trained["whole"] == []  # No process has all of a weight.
 
 
+@slow
 def test_copies_of_shards_hold_the_same_and_train_as_one_process_does(four):
     found = [result["copies"] for result in four]
     assert all(x["float32"]["weights"] < 2e-6 for x in found)
@@ -69,6 +75,7 @@ def test_copies_of_shards_hold_the_same_and_train_as_one_process_does(four):
         assert (first, second) == (third, fourth) and first != second
 
 
+@slow
 def test_every_optimizer_trains_as_in_one_process(two):
     for found in two:
         for name, trained in found["optimizers"].items():
@@ -76,6 +83,7 @@ def test_every_optimizer_trains_as_in_one_process(two):
             assert trained["weights"] < 2e-6, name
 
 
+@slow
 def test_every_kind_of_model_trains_as_in_one_process(two):
     for found in two:
         for name, trained in found["models"].items():
@@ -86,6 +94,7 @@ def test_every_kind_of_model_trains_as_in_one_process(two):
             assert all("scale" in path for path in trained["whole"]), name
 
 
+@slow
 def test_a_process_holds_its_part_of_weights_gradients_and_slots(results):
     held = [found["memory"]["held"] for found in results]
     whole = results[0]["memory"]["whole"]
@@ -94,6 +103,7 @@ def test_a_process_holds_its_part_of_weights_gradients_and_slots(results):
     assert max(held) < 1.1 * whole / len(results)
 
 
+@slow
 def test_infinity_in_one_shard_alone_skips_the_step_in_all_processes(results):
     for found in results:
         first, bad, next_one = found["skipping"]
@@ -103,6 +113,7 @@ def test_infinity_in_one_shard_alone_skips_the_step_in_all_processes(results):
         assert not next_one["weights stay"] and next_one["skipped"] == 1
 
 
+@slow
 def test_fit_forgets_a_step_that_one_process_makes_all_skip(results):
     for found in results:
         found = found["skipping_in_fit"]
@@ -111,6 +122,7 @@ def test_fit_forgets_a_step_that_one_process_makes_all_skip(results):
         assert found["skipped"] == [0, 2]
 
 
+@slow
 def test_a_file_resumes_on_another_number_of_processes(two, four):
     for results in (two, four):
         for found in results:
@@ -123,12 +135,14 @@ def test_a_file_resumes_on_another_number_of_processes(two, four):
     np.testing.assert_allclose(first, later, rtol=2e-3)
 
 
+@slow
 def test_a_file_of_shards_opens_without_other_processes(four, tmp_path_factory):
     model = keras.models.load_model(tmp_path_factory.getbasetemp() / "whole_4.keras")
     assert model.layers[0].kernel.shape == (16, 63)
     assert {type(v.value).__name__ for v in model.weights} == {"Parameter"}
 
 
+@slow
 def test_a_pass_that_fails_changes_nothing_and_the_next_one_runs(two):
     for found in two:
         found = found["interrupted"]
@@ -136,6 +150,7 @@ def test_a_pass_that_fails_changes_nothing_and_the_next_one_runs(two):
         assert found["losses"] < 1e-6
 
 
+@slow
 def test_bad_input_is_told_and_so_is_torchs_own_fully_shard(two):
     for found in two:
         told = found["told"]

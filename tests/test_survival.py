@@ -134,6 +134,7 @@ def resumed(tmp_path_factory):
 # Keras starts the interrupted epoch from its first batch: what was trained of it before
 # the last backup, here four batches, comes again.
 @pytest.mark.parametrize(("frequency", "before"), [("epoch", 6), ("steps", 10)])
+@pytest.mark.slow("Each run is killed in a process of its own.")
 def test_a_killed_run_goes_on_to_the_bit_as_if_never_killed(resumed, frequency, before):
     order = np.r_[0 : before * ROWS, 0 : 2 * 6 * ROWS] % (6 * ROWS)
     model = regression()
@@ -274,6 +275,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.slow("It starts the two other backends.")
 def test_what_another_backend_saved_is_the_same_here_and_trains_on(written, other, way):
     model = WAYS[way](written[other] / f"model{way}", accumulating)
     theirs = list(np.load(written[other] / "everything.npz").values())

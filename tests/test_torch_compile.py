@@ -10,6 +10,8 @@ from processes import run
 if BACKEND != "torch":
     pytest.skip("torch.compile is torch's", allow_module_level=True)
 
+pytestmark = pytest.mark.slow("torch compiles whole steps, under two policies.")
+
 
 @pytest.fixture(scope="module")
 def found():

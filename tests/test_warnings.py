@@ -312,7 +312,7 @@ def calls_of_warn():
                             yield f"{name}.{function.name}", called
 
 
-@pytest.mark.once
+@pytest.mark.once("It reads the source.")
 def test_every_warning_is_in_the_table_above():
     found = [*calls_of_warn()]
     inside = {(where, what) for where, what in found if "display.messages" in where}
