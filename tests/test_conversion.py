@@ -264,6 +264,7 @@ if BACKEND == "tensorflow":  # JAX compiles anyway, and torch.compile is not tes
     # With options fit and evaluate have the same functions as train and test.
     [(r, how) for r in RUNS for how in HOW if not how or r not in ("fit", "evaluate")],
 )
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_no_function_traced_before_is_used_after(run, options):
     model = small()
     model.compile("sgd", "mse", **options)

@@ -71,6 +71,7 @@ def workers():
 
 
 @pytest.mark.parametrize("mode", engine_tensorflow.WORKERS)
+@pytest.mark.slow("Several processes; those of one process stay.")
 def test_every_process_follows_the_oracle_to_the_bit(mode, workers):
     for name in engine_tensorflow.WORKERS[mode]:
         expected = json.loads(json.dumps(SEQUENCES[name].expected()))

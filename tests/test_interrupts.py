@@ -102,6 +102,7 @@ def assert_goes_on(model):
 
 @pytest.mark.parametrize("trained", [False, True], ids=["first fit", "second fit"])
 @pytest.mark.parametrize("moment", [in_a_call, in_a_wait, in_a_look, in_a_breakpoint])
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_model_goes_on_after_an_interrupt(moment, trained, monkeypatch, tmp_path):
     model = raising_model()
     if trained:

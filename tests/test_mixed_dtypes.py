@@ -175,6 +175,7 @@ def test_a_lambda_that_fails_in_float32_too_raises_kerass_error_and_stays_half()
     assert layer.compute_dtype == HALF
 
 
+@pytest.mark.slow("A whole program; its parts have tests of their own.")
 def test_the_denoiser_of_kerass_ddim_trains_as_in_float32():
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(16, 8, 8, 3)).astype("float32")

@@ -264,6 +264,7 @@ def fitted(optimizer, callback, overflows=()):
         ("MultiOptimizer", "ReduceLROnPlateau"),
     ],
 )
+@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
 def test_a_callback_of_keras_works_in_fit_as_if_nothing_were_scaled_or_skipped(
     name, callback
 ):
