@@ -18,12 +18,11 @@ try:
 except importlib.metadata.PackageNotFoundError:
     version = ["0", "0"]
 # XLA stops at a flag that it does not know, as jaxlib 0.11 does at the first of these.
-# The others spare small programs what large ones gain from: 0.9 of the time.
+# The other has a small program compiled in one piece: 0.9 of the time.
 if [*map(int, version[:2])] < [0, 11]:
     FLAGS += [
         "--xla_cpu_use_fusion_emitters=false",
         "--xla_cpu_parallel_codegen_split_count=1",
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     ]
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 # What a shell starts in the background ignores Ctrl-C, which some of the tests press.
