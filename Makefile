@@ -90,13 +90,16 @@ test-slow: $(SLOW_TESTS)
 $(SLOW_TESTS): test-slow-%: $(TEST)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
-# In under two minutes: on torch, which compiles nothing, without what trains for long, draws,
-# or starts processes.
-SLOW := benchmarks comparison demo engines_torch keras_own_tests missing_packages notebooks \
-  overflow_breakpoint policy_machinery saving screens survival
+# In under a minute: on torch, which compiles nothing, the tests of every public name that
+# start no process.
+FAST := bad_input bfloat16 callbacks comparison compile conversion diagnosis endings \
+  explicit_scaling fit float32_layers hardware inspection install loss_scale \
+  loss_scale_optimizer model_outputs optimizers overflow_breakpoint paths policies \
+  policy_machinery resuming rounding rules sharding skip_watch skipped_steps \
+  step_sequences
 test-fast: $(TEST)
-	KERAS_BACKEND=torch $(BIN)/python -m pytest $(PYTEST_ARGS) \
-	  $(SLOW:%=--ignore=tests/test_%.py)
+	KERAS_BACKEND=torch $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" \
+	  $(FAST:%=tests/test_%.py)
 
 # Every notebook on every backend: `make test` runs most of them on one.
 test-notebooks: $(TEST)

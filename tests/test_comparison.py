@@ -367,6 +367,8 @@ def test_policies_of_one_name_are_distinguished():
 
 # The rule, on made-up numbers -----------------------------------------------------
 
+of_numbers = pytest.mark.once("Numbers are judged and shown, wherever they come from.")
+
 
 STUDENTS_T = {2: 12.706, 3: 4.303, 5: 2.776}  # of a table: 95 %, by the seeds
 
@@ -386,6 +388,7 @@ STUDENTS_T = {2: 12.706, 3: 4.303, 5: 2.776}  # of a table: 95 %, by the seeds
         ([1.0, None], [None, 2.0], math.nan, None, judgement.NOTHING),
     ],
 )
+@of_numbers
 def test_a_difference_is_judged_by_students_t(base, other, mean, deviation, verdict):
     found = judgement.difference(base, other)
     assert found.mean == pytest.approx(mean, nan_ok=True)
@@ -399,6 +402,7 @@ def test_a_difference_is_judged_by_students_t(base, other, mean, deviation, verd
 @pytest.mark.parametrize(
     ("seeds", "share_of_steps"), [(2, 1 / 8), (3, 1 / 20), (5, None), (10, None)]
 )
+@of_numbers
 def test_chance_alone_differs_once_in_twenty_and_a_true_difference_is_found(
     seeds, share_of_steps
 ):
@@ -414,6 +418,7 @@ def test_chance_alone_differs_once_in_twenty_and_a_true_difference_is_found(
         assert found(0.0, np.round(drawn)) <= share_of_steps + 0.015
 
 
+@of_numbers
 def test_without_scipy_the_seeds_are_shown_without_a_verdict(monkeypatch):
     block(monkeypatch, "scipy")
     found = made(WORSE)
@@ -429,6 +434,7 @@ def test_without_scipy_the_seeds_are_shown_without_a_verdict(monkeypatch):
     assert "scipy" not in str(one)
 
 
+@of_numbers
 def test_ratios_are_taken_seed_by_seed():
     assert judgement.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.0, 0.5, 2.0)
     both = judgement.ratio([1.0, 2.0], [2.0, 2.0])
@@ -485,6 +491,7 @@ WORSE = {
 }
 
 
+@of_numbers
 def test_sentences_come_before_the_table():
     text = str(made(WORSE))
     sentence = text.index(
@@ -505,6 +512,7 @@ def test_sentences_come_before_the_table():
     assert "Speed was not measured: it takes more steps" in untimed
 
 
+@of_numbers
 def test_a_ratio_is_that_of_the_means_beside_it_with_one_seed_too():
     seconds = {"float32": [0.004, 0.002], "mixed_float16": [0.003, 0.0018]}
     found = measured(seconds_per_step=seconds)
@@ -519,6 +527,7 @@ def test_a_ratio_is_that_of_the_means_beside_it_with_one_seed_too():
     assert re.search(r"mixed_float16 +1.380 MB +1.11 times as much\n", text)
 
 
+@of_numbers
 def test_there_is_no_verdict_if_times_of_seeds_disagree_or_there_is_one_seed():
     seconds = {"float32": [0.001, 0.004], "mixed_float16": [0.0032, 0.0015]}
     found = measured(seconds_per_step=seconds)
@@ -534,6 +543,7 @@ def test_there_is_no_verdict_if_times_of_seeds_disagree_or_there_is_one_seed():
     assert "no verdict: one seed" in str(found)
 
 
+@of_numbers
 def test_the_sentence_and_the_table_count_skipped_steps_alike():
     skips = {"float32": [None, None], "mixed_float16": [80, 80]}
     text = str(measured(skipped_steps=skips))
@@ -541,6 +551,7 @@ def test_the_sentence_and_the_table_count_skipped_steps_alike():
     assert re.search(r"mixed_float16 +80\n?$", text) and "160" not in text
 
 
+@of_numbers
 def test_it_is_json():
     found = json.loads(json.dumps(made(WORSE).to_dict(), allow_nan=False))
     assert found["metrics"]["loss"]["mixed_float16"] == {
@@ -557,6 +568,7 @@ def test_it_is_json():
     assert json.loads(json.dumps(broken.to_dict(), allow_nan=False))
 
 
+@of_numbers
 def test_the_html_is_one_file_that_loads_nothing(tmp_path):
     made(WORSE).to_html(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -567,12 +579,14 @@ def test_the_html_is_one_file_that_loads_nothing(tmp_path):
     )
 
 
+@of_numbers
 def test_the_html_says_that_there_is_no_picture_without_matplotlib(monkeypatch):
     block(monkeypatch, "matplotlib")
     sentence = "Drawing needs matplotlib: pip install matplotlib"
     assert f"<p>No picture. {sentence}</p>" in made(WORSE)._repr_html_()
 
 
+@of_numbers
 def test_the_plot_has_axes_units_and_a_sentence():
     figure = made(WORSE).plot()
     left, middle, right = figure.axes
@@ -793,6 +807,7 @@ SCRIPT = """
 
 
 @pytest.mark.trains_many
+@pytest.mark.slow("The command in a process of its own; `compare` itself stays.")
 def test_the_command_prints_the_table_and_writes_the_html(tmp_path):
     write(tmp_path, {"train.py": SCRIPT})
     args = ["train.py", "--backend", BACKEND, "--seeds", "1", "--batch-size", "4"]

@@ -2,11 +2,15 @@
 
 import pathlib
 import re
+import tomllib
 
 import pytest
 
+import keras_mp
+
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-TEXTS = ("CONTRIBUTING.md", ".github/workflows/ci.yml", ".pre-commit-config.yaml")
+WORKFLOWS = [f".github/workflows/{name}.yml" for name in ("ci", "nightly")]
+TEXTS = ["CONTRIBUTING.md", *WORKFLOWS, ".pre-commit-config.yaml"]
 pytestmark = pytest.mark.once("It reads files of the repository.")
 
 
@@ -18,25 +22,29 @@ def text(name):
 def test_every_target_that_is_named_exists(name):
     backends = re.search(r"^BACKENDS \?= (.*)$", text("Makefile"), re.M)[1].split()
     rules = re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.M)
-    known = {*rules, *(f"test-{backend}" for backend in backends)}
-    lines = text(name).replace("${{ matrix.backend }}", "jax")
+    known = {*rules, *(f"test{of}-{name}" for name in backends for of in ("", "-slow"))}
+    lines = re.sub(r"\$\{\{ matrix.backend \}\}", "jax", text(name))
+    lines = re.sub(r"\$\{\{ matrix.gates \}\}", "gpu-gates", lines)
     # In running text it stands in quotes, elsewhere on a line of its own.
     named = re.findall(r"(?:`|run: |entry: |^)make ([a-z-]+)", lines, re.M)
     assert named and set(named) <= known
 
 
-def test_every_quick_test_that_is_left_out_exists():
-    slow = re.search(r"^SLOW := ((?:.*\\\n)*.*)$", text("Makefile"), re.M)[1]
-    names = slow.replace("\\", " ").split()
-    assert len(names) > 5
-    for name in names:
-        assert (REPOSITORY / f"tests/test_{name}.py").exists(), name
+def test_the_quick_tests_call_every_public_name():
+    fast = re.search(r"^FAST := ((?:.*\\\n)*.*)$", text("Makefile"), re.M)[1]
+    names = fast.replace("\\", " ").split()
+    tests = "".join(text(f"tests/test_{name}.py") for name in names)
+    verbs = {*keras_mp.__all__, *keras_mp.callbacks.__all__} - {"callbacks"}
+    assert {name for name in verbs if not re.search(rf"\b{name}[(,)]", tests)} == set()
 
 
-def test_the_workflow_tests_every_backend():
-    (matrix,) = re.findall(r"backend: \[(.*)\]", text(".github/workflows/ci.yml"))
+def test_the_workflows_test_every_backend_and_sets_that_exist():
     (backends,) = re.findall(r"^BACKENDS \?= (.*)$", text("Makefile"), re.M)
-    assert matrix.split(", ") == backends.split()
+    for name in WORKFLOWS:
+        (matrix,) = re.findall(r"backend: \[(.*)\]", text(name))
+        assert matrix.split(", ") == backends.split()
+    (matrix,) = re.findall(r" set: \[(.*)\]", text(WORKFLOWS[1]))
+    assert {*matrix.split(", ")} < {*tomllib.loads(text("tests/versions/sets.toml"))}
 
 
 def test_one_test_that_contributing_names_exists():

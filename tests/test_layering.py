@@ -107,11 +107,15 @@ def room_of(name: str) -> int | None:
     return floors[0] if floors else None
 
 
+source = pytest.mark.once("It reads the source.")
+
+
 @pytest.fixture(params=modules().items(), ids=lambda module: module[0])
 def module(request):
     return request.param
 
 
+@source
 def test_every_module_has_its_room(module):
     name, path = module
     assert room_of(name) is not None, (
@@ -120,12 +124,13 @@ def test_every_module_has_its_room(module):
     )
 
 
+@source
 def test_every_room_exists():
     for room in itertools.chain(*ROOMS):
         assert room in modules(), f"ROOMS names {room!r}, which keras_mp has not got."
 
 
-@pytest.mark.once("It reads the source.")
+@source
 def test_no_module_imports_from_a_higher_floor(module):
     name, path = module
     for imported, line in own_imports(path):
@@ -138,7 +143,7 @@ def test_no_module_imports_from_a_higher_floor(module):
         )
 
 
-@pytest.mark.once("It reads the source.")
+@source
 def test_no_modules_import_each_other_in_a_circle():
     arrows = {
         name: {imported for imported, _ in own_imports(path)} - {name}
@@ -151,6 +156,7 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(f"Modules go round in a circle: {circle}.")
 
 
+@source
 @pytest.mark.parametrize("folder", ONLY_IN)
 def test_frameworks_and_matplotlib_are_imported_in_one_folder_each(module, folder):
     name, path = module
@@ -199,6 +205,7 @@ def test_keras_mp_can_be_imported_where_only_its_backend_is_installed():
     assert imported
 
 
+@source
 @pytest.mark.parametrize("pattern", ["loss_scaling/*", "backends/**/*", "*"])
 def test_what_a_step_runs_has_no_walrus(pattern):
     """TensorFlow's AutoGraph, which reads it in a `tf.function`, warns of one."""
