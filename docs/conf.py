@@ -63,13 +63,15 @@ def _markdown_as_rst(app, what, name, obj, options, lines) -> None:
 
 
 def _write_what_the_code_says(app) -> None:
-    """What stays in float32, and what is wrapped, from the code that does it."""
+    """What stays in float32, and what is wrapped or replaced, from the code itself."""
     rules = keras_mp.MixedFloat16().rules.table().markdown()
     seams = re.findall(r"^(?:    \S.*\n)(?: {8}.*\n)*", keras_mp.seams.__doc__, re.M)
     GENERATED.mkdir(exist_ok=True)
     (GENERATED / "rules.md").write_text(f"{rules}\n", encoding="utf-8")
     text = f"```text\n{textwrap.dedent(''.join(seams))}```\n"
     (GENERATED / "seams.md").write_text(text, encoding="utf-8")
+    rows = (f"- {what}\n" for what in keras_mp.replaced.REPLACED.values())
+    (GENERATED / "replaced.md").write_text("".join(rows), encoding="utf-8")
 
 
 def setup(app) -> None:

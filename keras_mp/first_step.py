@@ -11,9 +11,9 @@ from typing import Any
 from keras import ops
 
 from keras_mp.backends import engine
-from keras_mp.backends.interface import replaced
 from keras_mp.policies import missing_kernels
 from keras_mp.policies.own_calls import state_of
+from keras_mp.replaced import replaced
 
 
 def make_function(model: Any, name: str, original: Callable, force: bool) -> None:
@@ -21,8 +21,7 @@ def make_function(model: Any, name: str, original: Callable, force: bool) -> Non
     before = getattr(model, name)
     step_name = name.replace("function", "step")
     # Its own object: JAX would take what was traced of an equal one.
-    own = functools.partial(getattr(model, step_name))
-    with replaced(model, step_name, own):
+    with replaced("steps", model, {step_name: functools.partial}):
         original(model, force)
     made = getattr(model, name)
     if made is before:

@@ -224,3 +224,5 @@ def test_the_rules_and_the_seams_are_those_of_the_code(browser, site):
     assert len(named) > 15 and {*named} <= {*rules}  # Tests may have added rules.
     browser.open(site / "how_it_works/seams.html")
     assert "Trainer.make_train_function" in browser.texts("article pre")[0]
+    for_a_while = " ".join(browser.texts("article li"))
+    assert "Operation.__call__, while a diagnostic" in for_a_while

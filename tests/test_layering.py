@@ -24,7 +24,7 @@ COMMAND_LINE = REPOSITORY / "keras_mp_cli"
 # A module imports from its own room and from those above it in this list. A room is a
 # module, or a folder with all that is in it. The last is a package beside keras_mp.
 ROOMS = [
-    ["errors", "display", "interrupts", "keras_private"],
+    ["errors", "display", "interrupts", "keras_private", "replaced"],
     ["backends"],
     ["policies"],
     ["config"],

@@ -6,7 +6,7 @@ without a docstring implements the method of the same name here.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras_mp.keras_private as private
@@ -14,6 +14,7 @@ from keras_mp.backends.batches import Batches
 from keras_mp.backends.measures import Measures
 from keras_mp.backends.shards import Shards
 from keras_mp.backends.step import Step
+from keras_mp.replaced import replaced
 
 BFLOAT16 = "bfloat16"
 HALF = ("float16", BFLOAT16)
@@ -21,19 +22,6 @@ HALF = ("float16", BFLOAT16)
 WHOLE = {"float16": 2048, BFLOAT16: 256}
 
 Wrapper = Callable[[Callable], Callable]
-
-
-@contextlib.contextmanager
-def replaced(model: Any, name: str, step: Callable) -> Iterator[None]:
-    """Has another step in the place of a model's own."""
-    attributes = vars(model)
-    before = {k: v for k, v in attributes.items() if k == name}
-    try:
-        attributes[name] = step
-        yield
-    finally:
-        attributes.pop(name, None)
-        attributes.update(before)
 
 
 def around(
@@ -91,7 +79,7 @@ class Engine(Step, Batches, Measures, Shards):
         Keras on JAX and TensorFlow reads `train_step` once, in this call. The user's
         own `train_step`, a method or an attribute of the instance, does not change.
         """
-        with replaced(model, "train_step", wrap(model.train_step)):
+        with replaced("steps", model, {"train_step": wrap}):
             original(model, force)
 
     def build(self, model: Any, data: Any) -> None:

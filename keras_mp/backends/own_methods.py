@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras_mp.keras_private as private
+from keras_mp.replaced import instead, replaced
 
 
 @contextlib.contextmanager
@@ -12,10 +13,8 @@ def own_methods(methods: Iterable[tuple[Any, dict[str, Callable]]]) -> Iterator[
     """Gives these methods to these optimizers, and to no other of their class."""
     with contextlib.ExitStack() as undone:
         for optimizer, new in methods:
-            own = vars(optimizer)
-            for name, method in new.items():
-                undone.callback(own.pop, name, None)
-                own[name] = method
+            own = {name: instead(method) for name, method in new.items()}
+            undone.enter_context(replaced("updates", optimizer, own))
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from keras import backend, ops
 
 import keras_mp.keras_private as private
+from keras_mp.replaced import replaced
 
 _BY_SHAPE = ("normal", "truncated_normal", "uniform")
 
@@ -19,16 +20,9 @@ def same_draws_in_every_dtype() -> Iterator[None]:
     Numbers are drawn in float32 and rounded. Without this, TensorFlow and torch draw
     other numbers for float16 than for float32; JAX does, too, except in a Dropout.
     """
-    module = private.backend_random
-    before = {name: getattr(module, name) for name in (*_BY_SHAPE, "dropout")}
-    try:
-        for name in _BY_SHAPE:
-            setattr(module, name, _by_shape(before[name]))
-        module.dropout = _dropout(before["dropout"])
+    drawing = dict.fromkeys(_BY_SHAPE, _by_shape) | {"dropout": _dropout}
+    with replaced("random draws", private.backend_random, drawing):
         yield
-    finally:
-        for name, original in before.items():
-            setattr(module, name, original)
 
 
 def _by_shape(original: Callable) -> Callable:

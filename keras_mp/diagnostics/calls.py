@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from keras_mp.replaced import replaced
+
 
 @contextlib.contextmanager
 def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -> Any:
@@ -15,17 +17,16 @@ def calls_made_by(make: Callable[[Any, Callable, tuple, dict[str, Any]], Any]) -
     The operations of a graph as well. A layer's own call ends in `Operation.__call__`,
     after the casts of its inputs.
     """
-    original = vars(keras.Operation)["__call__"]
 
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return make(self, functools.partial(original, self), args, kwargs)
+    def made(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return make(self, functools.partial(original, self), args, kwargs)
 
-    try:
-        keras.Operation.__call__ = __call__
+        return __call__
+
+    with replaced("calls", keras.Operation, {"__call__": made}):
         yield
-    finally:
-        keras.Operation.__call__ = original
 
 
 @contextlib.contextmanager

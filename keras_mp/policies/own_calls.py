@@ -27,6 +27,7 @@ from keras_mp.policies.layers import is_graph, policy_of
 from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision, record_of, records
+from keras_mp.replaced import replaced
 
 # The threads whose innermost call is that of such a model itself, not of a layer in it.
 under_way: set[int] = set()
@@ -90,20 +91,14 @@ def mended(layer: Any) -> Iterator[None]:
     It is `call` that is made again, for Keras also makes it alone: to build the model,
     and where it is computed again for its gradient.
     """
-    attributes = vars(layer)
-    own = {name: attributes[name] for name in ("call",) if name in attributes}
     # Another thread may be in the model's first call.
-    mending = any(isinstance(call, _Mended) for call in own.values())
+    mending = isinstance(vars(layer).get("call"), _Mended)
     is_plain = not isinstance(layer, keras.Model) or is_graph(layer)
     if is_plain or mending:
         yield
         return
-    try:
-        attributes["call"] = _Mended(layer, layer.call)
+    with replaced("own calls", layer, {"call": functools.partial(_Mended, layer)}):
         yield
-    finally:
-        attributes.pop("call", None)
-        attributes.update(own)
 
 
 class _Mended:

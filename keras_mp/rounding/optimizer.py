@@ -3,7 +3,7 @@
 import contextlib
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,11 +12,11 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16
+from keras_mp.replaced import replaced
 from keras_mp.rounding.holders import hold
 from keras_mp.rounding.scope import RoundingScope
 
 _SLOT_DTYPES = (None, BFLOAT16)
-_BUILDING = threading.RLock()
 
 
 @keras.saving.register_keras_serializable(package="keras_mp")
@@ -226,28 +226,27 @@ def _slots_in(slot_dtype: str | None, variables: Sequence[Any]) -> Iterator[None
     bfloat16 cannot hold.
     """
     half = {id(v) for v in variables if v.dtype == BFLOAT16}
-    owner, thread = keras.optimizers.Optimizer, threading.get_ident()
+    thread = threading.get_ident()
 
-    def add_variable_from_reference(
-        self: Any, reference_variable: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        add = super(owner, self).add_variable_from_reference
-        is_half = slot_dtype or id(reference_variable) in half
-        if not is_half or threading.get_ident() != thread:
-            return add(reference_variable, *args, **kwargs)
-        with private.as_dtype([reference_variable], BFLOAT16):
-            return add(reference_variable, *args, **kwargs)
+    def in_its_dtype(original: Callable) -> Callable:
+        def add_variable_from_reference(
+            self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            is_half = slot_dtype or id(reference_variable) in half
+            if not is_half or threading.get_ident() != thread:
+                return original(self, reference_variable, *args, **kwargs)
+            with private.as_dtype([reference_variable], BFLOAT16):
+                return original(self, reference_variable, *args, **kwargs)
+
+        return add_variable_from_reference
 
     # On the class: a `MultiOptimizer` may create its optimizers while it is built.
+    adding = {"add_variable_from_reference": in_its_dtype}
     with (
-        _BUILDING,
+        replaced("slots", keras.optimizers.Optimizer, adding),
         private.as_dtype([v for v in variables if id(v) in half], "float32"),
     ):
-        owner.add_variable_from_reference = add_variable_from_reference
-        try:
-            yield
-        finally:
-            del owner.add_variable_from_reference
+        yield
 
 
 def _checked_inner(inner_optimizer: Any) -> Any:

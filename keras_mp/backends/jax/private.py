@@ -1,11 +1,13 @@
 """The private names of JAX that keras_mp uses, each with the reason."""
 
 import contextlib
-import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
+
+from keras_mp.replaced import replaced
 
 # JAX checks the cuDNN of this process when it traces attention. It raises if there is
 # none, though the program may be compiled for a GPU from here.
@@ -18,22 +20,12 @@ _ASSUMED = 91000
 # example, reads logits that were made outside.
 _TRACE = "_trace"
 
-# Of each thread, for the check is that of the whole process.
-_assumed = contextvars.ContextVar("assumed", default=False)
-
 
 @contextlib.contextmanager
 def cudnn_assumed() -> Iterator[None]:
     """Lets this thread trace attention by cuDNN even without a GPU."""
-    check = getattr(_cudnn, _CHECK)
-    if not getattr(check, "_keras_mp", False):
-        setattr(_cudnn, _CHECK, _lenient(check))
-    before = _assumed.get()
-    try:
-        _assumed.set(True)
+    with replaced("check of cuDNN", _cudnn, {_CHECK: _lenient}):
         yield
-    finally:
-        _assumed.set(before)
 
 
 def are_of_one_trace(a: Any, b: Any) -> bool:
@@ -44,14 +36,15 @@ def are_of_one_trace(a: Any, b: Any) -> bool:
     return getattr(a, _TRACE, None) is getattr(b, _TRACE, None)
 
 
-def _lenient(original: Callable) -> Any:
+def _lenient(original: Callable) -> Callable:
+    thread = threading.get_ident()  # The check is that of all threads.
+
     def check_cudnn_version() -> int:
         try:
             return original()
         except RuntimeError:
-            if _assumed.get():
+            if threading.get_ident() == thread:
                 return _ASSUMED
             raise
 
-    check_cudnn_version._keras_mp = True  # type: ignore[attr-defined]
     return check_cudnn_version

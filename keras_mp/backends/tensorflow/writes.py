@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_mp.replaced import instead, replaced
+
 _WRITING = threading.RLock()
 
 
@@ -23,9 +25,9 @@ def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[No
     with _WRITING, contextlib.ExitStack() as undone:
         for variable in native.values():
             # Replaces the methods of the class, only for these variables.
-            for name, method in _methods(variable, predicate).items():
-                undone.callback(vars(variable).pop, name, None)
-                setattr(variable, name, method)
+            methods = _methods(variable, predicate).items()
+            new = {name: instead(method) for name, method in methods}
+            undone.enter_context(replaced("writes", variable, new))
         yield
 
 

@@ -1,0 +1,74 @@
+"""What keras_mp replaces for a while, and puts back however the block ends."""
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# All of it; the seams, which stay, stand in `seams.py`.
+REPLACED = {
+    "calls": "Operation.__call__, while a diagnostic looks at what each operation "
+    "returns",
+    "random draws": "functions of Keras' random module, while a diagnostic compares: "
+    "they then draw the same numbers in half precision as in float32",
+    "slots": "Optimizer.add_variable_from_reference, while the optimizer within a "
+    "StochasticRoundingOptimizer is built",
+    "writes": "assign, assign_add and assign_sub of variables of TensorFlow, while a "
+    "step that may be skipped is traced",
+    "updates": "methods of one optimizer, while it writes: by `assign`, or in one "
+    "kernel for Adam on torch",
+    "steps": "train_step, test_step or predict_step of one model, while Keras makes "
+    "the function that runs it",
+    "own calls": "the `call` of one model, while it is first called: it may mix dtypes",
+    "check of cuDNN": "JAX's, while attention is traced for a GPU, which may be "
+    "elsewhere",
+}
+_ABSENT = object()
+# What a class or a module has is that of all threads: one replaces it at a time.
+_of_all_threads = threading.RLock()
+
+
+@contextlib.contextmanager
+def replaced(
+    kind: str, owner: Any, wrappers: Mapping[str, Callable[[Any], Any]]
+) -> Iterator[None]:
+    """Gives an owner other attributes than its own within a `with` block.
+
+    Args:
+        kind: which entry of REPLACED it is.
+        owner: a class, a module, or one object, whose class stays as it is.
+        wrappers: by the name of an attribute, what makes the new one of its value.
+    """
+    if kind not in REPLACED:
+        raise KeyError(f"REPLACED must name {kind!r}.")
+    shared = isinstance(owner, type | types.ModuleType)
+    before: dict[str, Any] = {}
+    with _of_all_threads if shared else contextlib.nullcontext():
+        try:
+            for name, wrap in wrappers.items():
+                before[name] = vars(owner).get(name, _ABSENT)
+                _put(owner, name, wrap(getattr(owner, name)))
+            yield
+        finally:
+            for name, value in before.items():
+                _put(owner, name, value)
+
+
+def instead(new: Any) -> Callable[[Any], Any]:
+    """A wrapper that needs nothing of what it replaces."""
+    return lambda original: new
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    attributes = vars(owner)
+    if isinstance(owner, type):
+        if value is not _ABSENT:
+            setattr(owner, name, value)
+        elif name in attributes:
+            delattr(owner, name)
+    # Not `setattr`: Keras, torch and TensorFlow track what is set on their objects.
+    elif value is not _ABSENT:
+        attributes[name] = value
+    else:
+        attributes.pop(name, None)
