@@ -8,21 +8,21 @@ from typing import Any
 
 # All of it; the seams, which stay, stand in `seams.py`.
 REPLACED = {
-    "calls": "Operation.__call__, while a diagnostic looks at what each operation "
+    "calls": "`Operation.__call__`, while a diagnostic looks at what each operation "
     "returns",
     "random draws": "functions of Keras' random module, while a diagnostic compares: "
     "they then draw the same numbers in half precision as in float32",
-    "slots": "Optimizer.add_variable_from_reference, while the optimizer within a "
-    "StochasticRoundingOptimizer is built",
-    "writes": "assign, assign_add and assign_sub of variables of TensorFlow, while a "
-    "step that may be skipped is traced",
+    "slots": "`Optimizer.add_variable_from_reference`, while the optimizer within a "
+    "`StochasticRoundingOptimizer` is built",
+    "writes": "`assign`, `assign_add` and `assign_sub` of variables of TensorFlow, "
+    "while a step that may be skipped is traced",
     "updates": "methods of one optimizer, while it writes: by `assign`, or in one "
     "kernel for Adam on torch",
-    "steps": "train_step, test_step or predict_step of one model, while Keras makes "
-    "the function that runs it",
-    "own calls": "the `call` of one model, while it is first called: it may mix dtypes",
-    "check of cuDNN": "JAX's, while attention is traced for a GPU, which may be "
-    "elsewhere",
+    "steps": "`train_step`, `test_step` or `predict_step` of one model, while Keras "
+    "makes the function that runs it",
+    "own calls": "`call` of one model, while it is first called: it may mix dtypes",
+    "check of cuDNN": "`check_cudnn_version` of JAX, while attention is traced for a "
+    "GPU, which may be elsewhere",
 }
 _ABSENT = object()
 # What a class or a module has is that of all threads: one replaces it at a time.
