@@ -92,11 +92,10 @@ $(SLOW_TESTS): test-slow-%: $(TEST)
 
 # In under a minute: on torch, which compiles nothing, the tests of every public name that
 # start no process.
-FAST := bad_input bfloat16 callbacks comparison compile conversion diagnosis endings \
+FAST := bad_input bfloat16 callbacks comparison compile conversion diagnosis \
   explicit_scaling fit float32_layers hardware inspection install loss_scale \
-  loss_scale_optimizer model_outputs optimizers overflow_breakpoint paths policies \
-  policy_machinery resuming rounding rules sharding skip_watch skipped_steps \
-  step_sequences
+  loss_scale_optimizer optimizers overflow_breakpoint paths policies resuming rounding \
+  rules sharding skip_watch step_sequences
 test-fast: $(TEST)
 	KERAS_BACKEND=torch $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" \
 	  $(FAST:%=tests/test_%.py)
