@@ -1,13 +1,15 @@
 """Which tests run where, and when: what conftest.py makes of their marks.
 
-Each mark says why. `once` and `trains_many` pick a backend; `slow` leaves a test to
-`make test-slow`, and `sampled` leaves it the greater part of a table.
+`once` and `slow` are given a reason. `once` and `trains_many` pick a backend; `slow`
+leaves a test to `make test-slow`, and `sampled` the greater part of a table.
 """
 
 import dataclasses
 
 import keras
 import pytest
+
+OF_A_TABLE = "Each entry of the table is in a case that is not slow."
 
 
 def reason(item, name):
@@ -62,10 +64,10 @@ def mark_what_is_slow(items):
     tables = {}
     for item in items:
         reason(item, "slow")
-        if reason(item, "sampled"):
+        if item.get_closest_marker("sampled"):
             tables.setdefault((item.path, item.originalname), []).append(item)
     for table in tables.values():
         kept = {*few_that_hold_all(table)}
         for item in table:
             if item not in kept:
-                item.add_marker(pytest.mark.slow(reason(item, "sampled")))
+                item.add_marker(pytest.mark.slow(OF_A_TABLE))

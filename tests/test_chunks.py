@@ -352,7 +352,7 @@ KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_training_in_chunks_is_that_of_all_logits(kind, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     expected = unchunked(trained, decoder(kind))
@@ -381,7 +381,7 @@ ACCURACIES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
     keras_mp.set_global_policy("mixed_float16")
 

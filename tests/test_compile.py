@@ -381,7 +381,7 @@ class Lazy(keras.Model):
 
 @pytest.mark.parametrize("use", ["fit", "train_on_batch"])
 @pytest.mark.parametrize("how", HOW, ids=str)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_layers_that_a_subclassed_model_builds_later_scale(use, how):
     model = compiled(Lazy("mixed_float16"), **how)
     kwargs = {"verbose": 0} if use == "fit" else {}

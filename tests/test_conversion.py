@@ -102,7 +102,7 @@ both = pytest.mark.parametrize("policy", POLICIES)
 
 
 @every_model
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_conversion_keeps_the_very_same_variables_in_float32(name, policy):
     trip = round_trip(name, policy)
     assert trip.returned is trip.model
@@ -191,7 +191,7 @@ def train(model, x, y, epochs=1):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_compiled_model_trains_on_with_its_optimizers_state(name):
     trip = trained(name)
     assert np.all(np.isfinite(trip.loss))
@@ -264,7 +264,7 @@ if BACKEND == "tensorflow":  # JAX compiles anyway, and torch.compile is not tes
     # With options fit and evaluate have the same functions as train and test.
     [(r, how) for r in RUNS for how in HOW if not how or r not in ("fit", "evaluate")],
 )
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_no_function_traced_before_is_used_after(run, options):
     model = small()
     model.compile("sgd", "mse", **options)

@@ -104,7 +104,7 @@ def test_after_anything_else_xla_decides(parts):
 
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize("parts", BEFORE.values(), ids=BEFORE)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_gradients_are_those_of_another_relu(parts, policy, monkeypatch):
     with keras_mp.policy_scope(policy):
         run, arguments = program(network(parts))

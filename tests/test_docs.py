@@ -168,7 +168,7 @@ def site(tmp_path_factory):
     + ["coming_from/torch_amp", "reference/loss_scaling", "how_it_works/measured"]
     + ["notebooks/01_quickstart"],
 )
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_page_can_be_read_at_a_desk_and_on_a_telephone(
     browser, site, page, width, dark
 ):

@@ -29,7 +29,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_trains_as_in_float32(case):
     assert disagreement(case) < 1
 

@@ -54,10 +54,7 @@ def mode_of(case):
 
 @pytest.mark.filterwarnings("ignore")  # What layers say of hard inputs is not ours.
 @pytest.mark.parametrize(("case", "policy"), PAIRS)
-@pytest.mark.sampled(
-    "One hard input for each layer; the other inputs are many.",
-    by=lambda case, policy: case.cls,
-)
+@pytest.mark.sampled(by=lambda case, policy: case.cls)
 def test_outputs_and_gradients_are_those_of_float32(case, policy):
     twin = built(case, "float32")
     expected = run(case, twin, mode_of(case))

@@ -77,7 +77,7 @@ def run(path, x):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("build", [functional, sequential, Net])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_file_for_litert_computes_in_float32_what_the_model_predicts(
     build, policy, tmp_path
 ):

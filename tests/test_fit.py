@@ -419,7 +419,7 @@ def test_layers_that_a_train_step_of_the_users_builds_late_are_scaled_too(how):
 @pytest.mark.filterwarnings("ignore:`build\\(\\)` was called:UserWarning")  # Keras'.
 @ways
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_with_a_layer_that_it_never_calls_trains(policy, how):
     class Unused(keras.Model):
         def __init__(self):

@@ -158,7 +158,7 @@ def with_gradients(attend, case, dtype):
 
 @on_jax
 @cases
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_so_are_its_gradients(case, dtype):
     found = with_gradients(ops.dot_product_attention, case, dtype)
     agree(found, reference(case, dtype), dtype)
@@ -166,7 +166,7 @@ def test_so_are_its_gradients(case, dtype):
 
 @on_jax
 @cases
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_what_is_padded_for_the_fused_kernel_changes_nothing(case, dtype, monkeypatch):
     original = jax.nn.dot_product_attention
     lengths = []
@@ -206,7 +206,7 @@ def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
 
 @on_jax
 @cases
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(case, dtype):
     assert {device.platform for device in jax.devices()} == {"cpu"}
     text = lowered(*loss_and_gradients(case, dtype), "cuda")

@@ -155,7 +155,7 @@ def compiled(model, **options):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_every_product_has_half_operands_and_the_head_float32_results(name, half):
     make, wide = HEADS[name]
     if name == "tied weights" and keras_mp.global_policy().name == "bfloat16":
@@ -168,7 +168,7 @@ def test_every_product_has_half_operands_and_the_head_float32_results(name, half
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_it_trains_as_float32_does(name):
     # The policies take turns.
     policy, half = list(POLICIES.items())[list(HEADS).index(name) % len(POLICIES)]

@@ -173,7 +173,7 @@ def computed(kind, policy, traced):
 )
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_the_gradient_of_a_class_in_the_features_is_that_of_float32(
     kind, policy, traced
 ):

@@ -102,7 +102,7 @@ def assert_goes_on(model):
 
 @pytest.mark.parametrize("trained", [False, True], ids=["first fit", "second fit"])
 @pytest.mark.parametrize("moment", [in_a_call, in_a_wait, in_a_look, in_a_breakpoint])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_goes_on_after_an_interrupt(moment, trained, monkeypatch, tmp_path):
     model = raising_model()
     if trained:
@@ -181,7 +181,7 @@ HOWS += [by_a_signal_within_a_step] if BACKEND == "jax" else []
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_they_leave_a_model_its_values(verb, how, monkeypatch):
     if "on_batch" in verb and how in (by_a_callback, by_the_data):
         pytest.skip("test_on_batch takes neither callbacks nor a dataset")

@@ -33,7 +33,7 @@ def scaled(optimizer, *grads, dtype="float32"):
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_overflow_halves_the_scale_and_skips_the_update(compiled, bad, dtype):
     optimizer, variables = make(keras.optimizers.Adam(0.1))
     step = stateful_step(optimizer, variables, compiled)

@@ -47,7 +47,7 @@ MISSED = ["mixed_float16"] if BACKEND == "tensorflow" else list(POLICIES)
 
 @pytest.mark.parametrize("case", [c for c in CHOSEN if c in IN_TABLE], ids=str)
 @pytest.mark.filterwarnings("ignore:.*mixes dtypes")
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_with_it_trains_as_in_float32(case):
     assert disagreement(case) < 1
 
@@ -242,7 +242,7 @@ USES = {
 @pytest.mark.parametrize("steps", [1] if BACKEND == "torch" else [1, 3])
 @pytest.mark.parametrize("caller", ["functional", "subclassed", "own call"])
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_that_is_converted_is_used_before_it_trains(use, caller, steps):
     model = CALLERS[caller]("svd")
     model.compile("sgd", "mse", steps_per_execution=steps)

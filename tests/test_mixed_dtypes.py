@@ -369,7 +369,7 @@ def own_model(name, kind):
 
 @pytest.mark.parametrize("kind", ["functional", "sequential"])
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_layers_of_keras_that_run_the_users_code_train_as_in_float32(name, kind):
     def losses():
         keras.utils.set_random_seed(0)

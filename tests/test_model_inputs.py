@@ -144,7 +144,7 @@ def test_inputs_of_every_kind_reach_the_first_layer(cast, model_of, half):
 @pytest.mark.parametrize("run", ["fit", "train_on_batch", "evaluate", "predict"])
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}])
 @pytest.mark.parametrize("model_of", [in_subclassed, in_sequential])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_no_function_of_the_model_rounds(model_of, options, run, half):
     if options and half == "bfloat16":
         pytest.skip("float16 has said it")

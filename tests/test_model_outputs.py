@@ -232,7 +232,7 @@ SIGMOIDS = {
 
 @pytest.mark.parametrize("loss", ["binary_crossentropy", "binary_focal_crossentropy"])
 @pytest.mark.parametrize("make", SIGMOIDS.values(), ids=SIGMOIDS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_models_that_end_in_a_sigmoid_train_as_in_float32(make, loss, half):
     x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
     y = (x[:, :1] > 0).astype("float32")

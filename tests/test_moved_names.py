@@ -43,7 +43,7 @@ REMOVALS = {
 
 
 @pytest.mark.once("The import ends before a backend is asked anything.")
-@pytest.mark.sampled("Each imports keras in a process.", by=lambda **_: "any of them")
+@pytest.mark.sampled(by=lambda **_: "any of them")
 @pytest.mark.parametrize("removal, name", REMOVALS.values(), ids=REMOVALS)
 def test_the_import_names_what_keras_does_not_have_and_what_to_do(removal, name):
     done = python(f"import keras, keras.src\n{removal}\nimport keras_mp\n")

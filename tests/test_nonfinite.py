@@ -44,7 +44,7 @@ def code_of(array):
 
 @pytest.mark.parametrize("number", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_one_value_among_many_is_found_and_named(shape, number):
     arrays = [RNG.normal(size=shape).astype("float32") for _ in range(number)]
     arrays = [np.array(a) for a in arrays]

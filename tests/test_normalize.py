@@ -33,7 +33,7 @@ def normalized(x, dtype, order):
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("scale", INPUTS)
 @pytest.mark.parametrize("half", POLICIES)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_it_computes_what_float32_computes(half, scale, order):
     dtype = POLICIES[half]
     x = ops.cast(DRAWN * INPUTS[scale], dtype)

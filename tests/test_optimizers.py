@@ -155,7 +155,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "options", "compiled"), sorted({*cases()}, key=str))
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_an_optimizer_trains_as_if_nothing_were_scaled_or_skipped(
     name, options, compiled
 ):
@@ -264,7 +264,7 @@ def fitted(optimizer, callback, overflows=()):
         ("MultiOptimizer", "ReduceLROnPlateau"),
     ],
 )
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_callback_of_keras_works_in_fit_as_if_nothing_were_scaled_or_skipped(
     name, callback
 ):

@@ -36,7 +36,7 @@ does_not_promote = pytest.mark.skipif(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*mixes dtypes")
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_that_uses_its_own_inputs_computes_as_in_float32(case):
     assert disagreement(case) < 1
 

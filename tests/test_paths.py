@@ -137,7 +137,7 @@ def in_float32(model):
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(("outer", "inner"), KINDS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_layer_has_one_path_in_every_kind_of_model(outer, inner, use):
     with keras_mp.policy_scope("mixed_float16"):
         model = use(MODELS[outer](BLOCKS[inner]()))
@@ -159,7 +159,7 @@ def test_so_it_has_in_a_model_that_was_loaded(outer, inner, tmp_path):
 @pytest.mark.parametrize("pattern", ["block/.*", ".*/dense"])
 @pytest.mark.parametrize("use", [called, called_symbolically])
 @pytest.mark.parametrize(("outer", "inner"), KINDS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_pattern_matches_that_path(outer, inner, use, pattern):
     with keras_mp.policy_scope(keras_mp.MixedFloat16(float32=[pattern])):
         model = use(MODELS[outer](BLOCKS[inner]()))

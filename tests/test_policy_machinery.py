@@ -61,7 +61,7 @@ every_way = pytest.mark.parametrize("how", ["global", "per layer", "converted"])
 
 @every_map
 @every_way
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_map_says_by_its_paths_what_layers_compute_in(how, name):
     model = model_under(MAPS[name](), how)
     assert computes(model)[0] == computed_in(model) == "float16"

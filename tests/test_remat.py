@@ -69,7 +69,7 @@ def losses(policy, make, scope, weights=None):
 
 @pytest.mark.parametrize("policy", [*POLICIES, "bfloat16"])
 @pytest.mark.parametrize(("kind", "mode"), CASES)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_trains_as_in_float32(kind, mode, policy):
     wanted, weights = losses("float32", KINDS[kind], {"mode": mode})
     found, _ = losses(policy, KINDS[kind], {"mode": mode}, weights)

@@ -110,7 +110,7 @@ writes = pytest.mark.parametrize("writes", POLICIES)
 
 @reads
 @writes
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_model_checkpoint_resumes_under_any_policy(written, writes, reads):
     theirs, folder = written[writes]
     model = model_under(reads)
@@ -120,7 +120,7 @@ def test_a_model_checkpoint_resumes_under_any_policy(written, writes, reads):
 
 @reads
 @writes
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_backup_and_restore_resumes_under_any_policy(written, writes, reads, tmp_path):
     theirs, folder = written[writes]
     shutil.copytree(folder / "backup", tmp_path / "backup")
@@ -168,7 +168,7 @@ def filled(model, start=1.0):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("reads", ["float32", "mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("writes", ["float32", "mixed_float16", "bfloat16"])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_every_kind_of_optimizer_resumes(writes, reads, name, tmp_path):
     theirs = filled(model_under(writes, OPTIMIZERS[name]()))
     theirs.save_weights(tmp_path / "model.weights.h5")

@@ -448,7 +448,7 @@ def opened_without(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "fate"), CASES)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_saved_model_names_nothing_of_ours_and_predicts_the_same_without_us(
     opened_without, name, fate
 ):

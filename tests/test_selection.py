@@ -8,13 +8,13 @@ pytestmark = pytest.mark.once("It asks pytest alone.")
 TABLE = """
 import pytest
 
-@pytest.mark.sampled("a table")
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", [("a", 1), ("a", 2), ("b", 2), ("b", 1)])
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_table(row, policy):
     pass
 
-@pytest.mark.sampled("a table", by=lambda number: number % 3)
+@pytest.mark.sampled(by=lambda number: number % 3)
 @pytest.mark.parametrize("number", range(9))
 def test_by(number):
     pass
@@ -60,7 +60,7 @@ def test_each_entry_of_a_table_is_tested_without_what_is_slow(tmp_path):
     assert {params["policy"] for params in rows} == {"float16", "bfloat16"}
     assert [p["number"] for p in kept if "number" in p] == [0, 1, 2]
     assert {selection.reason(item, "slow") for item in slow} == {
-        "a table",
+        selection.OF_A_TABLE,
         "it takes long",
     }
 

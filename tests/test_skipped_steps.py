@@ -75,7 +75,7 @@ def trained(at, **kwargs):
     "model_class", [keras.Model, scaling_model()], ids=["", "its own train step"]
 )
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_training_with_poisoned_batches_equals_the_one_without_them(
     mode, model_class
 ):

@@ -91,7 +91,7 @@ SEVERAL = [1] if BACKEND == "torch" else [1, 3]  # Keras on torch takes one at a
     ids=str,
 )
 @pytest.mark.parametrize("build", [sequential, functional, Scaled])
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_it_is_told_once_by_path_with_the_line_that_finds_the_layer(build, options):
     model = made(build, **options)
     with pytest.warns(UserWarning) as told:
@@ -189,7 +189,7 @@ SILENT = {
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("kind", SILENT)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_what_is_still_in_float32_too_is_not_told(kind, policy, recwarn):
     build, optimizer = SILENT[kind]
     fit(made(build, policy, optimizer()))

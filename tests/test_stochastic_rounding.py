@@ -77,7 +77,7 @@ def losses_of(model, optimizer, epochs=4):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_the_loss_is_that_of_float32(name):
     expected = losses_of(model_of("float32"), OPTIMIZERS[name]())
     model = model_of("bfloat16")

@@ -240,7 +240,7 @@ def stopped(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_a_stopped_run_resumes_to_the_bit(stopped, never_stopped, stop, way):
     model = WAYS[way](stopped / f"{STOPS[stop]}{way}", accumulating)
     train(model, SEQUENCE[STOPS[stop] :])

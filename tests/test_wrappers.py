@@ -100,7 +100,7 @@ def called(make, x, policy, globally):
     ("dtype", "globally"), [("float16", False), ("bfloat16", False), ("float16", True)]
 )
 @pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.sampled("Each entry of the table once; its combinations are the rest.")
+@pytest.mark.sampled
 def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(
     name, dtype, globally
 ):

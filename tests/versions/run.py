@@ -33,7 +33,7 @@ HEADER = (
 
 BACKENDS = ("jax", "tensorflow", "torch")
 # What the tests import, beside the package and its backends.
-TOOLS = ("pytest", "hypothesis", "matplotlib", "rich", "scikit-learn")
+TOOLS = ("pytest", "hypothesis", "allpairspy", "matplotlib", "rich", "scikit-learn")
 # In place of those in tests/conftest.py: XLA aborts on a flag that it does not know.
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -48,6 +48,7 @@ class Set(NamedTuple):
     packages: list[str]
     core: list[str]
     keras: str | None = None
+    also: Sequence[str] = ()
 
     @property
     def backends(self) -> list[str]:
@@ -166,7 +167,7 @@ def rows(
     for backend in versions.backends:
         results = [run_tests(versions, backend, broad, options), ""]
         if backend in versions.core:
-            results[1] = run_tests(versions, backend, core, options)
+            results[1] = run_tests(versions, backend, [*core, *versions.also], options)
         cells = [versions.name, versions.python, keras]
         cells += [f"{backend} {version(versions, backend)}", *results]
         row = f"| {' | '.join(cells)} |"
