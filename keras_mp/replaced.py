@@ -20,7 +20,7 @@ REPLACED = {
     "kernel for Adam on torch",
     "steps": "`train_step`, `test_step` or `predict_step` of one model, while Keras "
     "makes the function that runs it",
-    "own calls": "`call` of one model, while it is first called: it may mix dtypes",
+    "own calls": "`call` of one model that may mix dtypes, while it is called",
     "check of cuDNN": "`check_cudnn_version` of JAX, while attention is traced for a "
     "GPU, which may be elsewhere",
 }

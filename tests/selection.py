@@ -63,7 +63,7 @@ def mark_what_is_slow(items):
     """Gives `slow` to the greater part of each table that is `sampled`."""
     tables = {}
     for item in items:
-        reason(item, "slow")
+        reason(item, "slow")  # Raises an error if there is none.
         if item.get_closest_marker("sampled"):
             tables.setdefault((item.path, item.originalname), []).append(item)
     for table in tables.values():

@@ -18,8 +18,6 @@ from keras_mp.policies.weights import LARGE
 once = pytest.mark.once(
     "Which dtypes weights have is decided before a backend computes."
 )
-
-
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.standard_normal((256, 16)).astype("float32")
 Y = (X @ GENERATOR.standard_normal((16, 4))).argmax(1)

@@ -17,8 +17,6 @@ import keras_mp
 from keras_mp.policies.weights import LARGE
 
 once = pytest.mark.once("It reads pages, which are the same on every backend.")
-
-
 DOCS = documents.REPOSITORY / "docs"
 # A page with code for one backend runs on each, any other on the quickest.
 WITH_CODE = [

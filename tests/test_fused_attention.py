@@ -358,6 +358,10 @@ def test_jax_goes_on_asking_for_cudnn_elsewhere():
     # Keras asks the same.
     with pytest.raises(RuntimeError, match="cuDNN"):
         ops.dot_product_attention(q, k, v, flash_attention=True)
+    # And what was replaced for a while is JAX's own again.
+    from keras_mp.backends.jax import private
+
+    assert vars(private._cudnn)[private._CHECK].__module__.startswith("jax.")
 
 
 @on_jax

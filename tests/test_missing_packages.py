@@ -33,7 +33,7 @@ def error_of(done):
     return message
 
 
-@pytest.mark.once("Nothing of a backend is imported.")
+@pytest.mark.once("What is missing is told before a backend computes.")
 @pytest.mark.parametrize(
     ("package", "program", "sentence"),
     [
@@ -69,7 +69,7 @@ def test_a_part_that_an_installed_backend_lacks_is_named():
 BACKENDS = ["jax", "tensorflow", "torch"]
 
 
-@pytest.mark.once("Nothing of a backend is imported.")
+@pytest.mark.once("What is missing is told before a backend computes.")
 def test_the_command_and_keras_mp_know_the_same_backends():
     assert [*backends.BACKENDS] == [*errors.BACKENDS] == BACKENDS
 
@@ -114,7 +114,7 @@ def test_the_demo_without_what_it_needs_is_one_line_and_status_2(
     assert refusal(done, alone=False) == sentence
 
 
-@pytest.mark.once("Nothing of a backend is imported.")
+@pytest.mark.once("What is missing is told before a backend computes.")
 @pytest.mark.parametrize("command", ["run", "compare"])
 def test_a_script_without_any_backend_is_not_started(command, tmp_path):
     script = tmp_path / "train.py"

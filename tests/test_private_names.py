@@ -13,8 +13,6 @@ import pytest
 from workplace import ROOT
 
 once = pytest.mark.once("It reads the source.")
-
-
 FILES = [
     path
     for folder in ("keras_mp", "keras_mp_cli", "benchmarks", "sweeps")
