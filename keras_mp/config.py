@@ -9,8 +9,9 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.display.messages import warn
-from keras_mp.policies.policy import Policy
+from keras_mp.policies.policy import Policy, as_stock, chooser_of
 
 # What `set_global_policy`, or Keras' setter after it, has set last. Keras keeps its
 # policy only for each thread, and `clear_session` forgets it.
@@ -23,7 +24,7 @@ class _Scope:
     """A policy and where it holds; each is its own, even if their policies are one."""
 
     def __init__(self, policy: Any) -> None:
-        self.policy = policy
+        self.policy = as_stock(policy)  # What Keras holds for a thread.
 
 
 # The scopes that this task is in, the innermost last. A task starts with a copy of
@@ -64,8 +65,13 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     ```
     """
     global _of_process, _warned_of_float16
+    if policy == "auto":
+        wanted.half_precision()  # Keras' own `dtype_policy` knows no "auto".
+        new = policy
+    else:
+        new = Policy(policy)
     show_scope()
-    _of_process = policy if policy == "auto" else Policy(policy)
+    _of_process = new
     if isinstance(policy, str) and policy == "float16" and not _warned_of_float16:
         _warned_of_float16 = True
         warn(
@@ -74,7 +80,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
             "'mixed_float16'? For float16 weights, in a model that only predicts, "
             "`keras.DTypePolicy('float16')` gives no warning."
         )
-    _thread.shown.policy = None if policy == "auto" else _of_process
+    _thread.shown.policy = None if policy == "auto" else as_stock(_of_process)
     private.set_policy_of_thread(_thread.shown.policy)
 
 
@@ -90,13 +96,18 @@ def show_scope() -> None:
         private.set_policy_of_thread(scope.policy)
 
 
-def restore_global_policy() -> None:
-    """Sets the policy of this task's scope, or of the process if Keras has none."""
+def restore_global_policy() -> bool:
+    """Sets the policy of this task's scope, or of the process if Keras has none.
+
+    Returns:
+        Whether Keras has one now.
+    """
     global _of_process
     show_scope()
     if _of_process is not None and private.policy_of_thread() is None:
         _of_process = Policy(_of_process)
-        private.set_policy_of_thread(_of_process)
+        private.set_policy_of_thread(as_stock(_of_process))
+    return private.policy_of_thread() is not None
 
 
 def note_global_policy() -> None:
@@ -106,13 +117,27 @@ def note_global_policy() -> None:
     `policy_scope` ends with it.
     """
     global _of_process
+    policy = private.policy_of_thread()
+    private.set_policy_of_thread(as_stock(policy))
     if _of_process is not None and not _scopes.get():
-        _of_process = private.policy_of_thread()
+        _of_process = chooser_of(policy) or policy
+
+
+def give_back_global_policy() -> None:
+    """Leaves Keras its own policy of that name, in each thread that has shown ours."""
+    global _of_process
+    restore_global_policy()  # Keras alone knows no "auto".
+    _of_process = None
+    policy = private.policy_of_thread()
+    if chooser_of(policy) is not None:
+        private.set_policy_of_thread(keras.DTypePolicy(str(policy.name)))
 
 
 def global_policy() -> keras.DTypePolicy:
     """Returns the policy object now in force."""
-    return keras.config.dtype_policy()
+    restore_global_policy()
+    policy = keras.config.dtype_policy()
+    return chooser_of(policy) or policy
 
 
 @contextlib.contextmanager

@@ -5,14 +5,14 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp import interrupts
+from keras_mp import interrupts, unseen
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.loss_scaling.models import rescale_optimizer
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import choose_policy, chooser_for
 from keras_mp.policies.layers import is_graph, keras_path, policy_of
 from keras_mp.policies.outputs import keep_outputs_in_float32
-from keras_mp.policies.paths import layer_path, name_layers, variable_path
+from keras_mp.policies.paths import layer_path, variable_path
 from keras_mp.policies.policy import Policy
 from keras_mp.policies.reach import warn_of_unmatched
 from keras_mp.policies.record import Precision, record_of
@@ -27,7 +27,9 @@ def convert(
     are quantized or do not compute in floats stay as they are. Weights stay the very
     same variables, in float32. A compiled model trains on: its optimizer keeps its
     state, and loss scaling comes or goes with the layers that compute in float16. A
-    pattern of `float32=` that matches no layer gives a warning.
+    pattern of `float32=` that matches no layer gives a warning. Keras does not remember
+    that a float32 model was compiled with `auto_scale_loss=False`: if that was before
+    anything asked for half precision, compile it once more afterwards.
 
     Args:
         model: a `keras.Model`, or any layer.
@@ -57,7 +59,7 @@ def convert(
     policy = Policy(policy)
     if _is_under(policy, model):
         return model
-    name_layers(model)
+    unseen.make_up(model)
     layers = [layer for layer in private.layers_in(model) if _converts(layer)]
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))

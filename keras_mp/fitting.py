@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp import first_step
+from keras_mp import compiling, first_step
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import any_measured, next_calls
 from keras_mp.loss_scaling import retaking, stage, unscaled
@@ -21,9 +21,13 @@ from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 from keras_mp.still_kernels import KernelWatch
 
+# The mark of a train function that was made with what is ours.
+_OURS = "_keras_mp"
+
 
 def make_train_function(model: Any, original: Callable, force: bool) -> None:
     """Makes the train function by Keras' `original`, with what is ours around it."""
+    compiling.make_up(model)
     # Layers that a subclassed model builds at its first call are known only now.
     wrap_optimizers(model)
     warn_of_torchs_own(model)
@@ -33,6 +37,9 @@ def make_train_function(model: Any, original: Callable, force: bool) -> None:
     if scaling is not None:
         scaling.begin_fit()
     before = model.train_function
+    if scaling is not None and before is not None and not hasattr(before, _OURS):
+        # Made while no seam was in, it does not undo a step. Or it is the user's.
+        force = force or private.is_keras_own(before)
     wrap = functools.partial(_train_step, model)
     engine.make_train_function(model, original, force, wrap)
     if model.train_function is not before:
@@ -113,6 +120,7 @@ def _watch_skips(model: Any) -> None:
 
     attaching = engine.attaching(model, step)
     model.train_function = functools.wraps(keras_own)(attaching)
+    setattr(model.train_function, _OURS, True)
 
 
 def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ names have none. `tests/test_keras_private.py` checks each of them against Keras
 
 import contextlib
 import functools
+import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pkgutil import resolve_name
@@ -103,6 +105,15 @@ def policy_of_thread() -> Any:
     return _global_state.get_global_attribute("dtype_policy")
 
 
+def is_default_being_set() -> bool:
+    """Is the function that asks called by Keras' `dtype_policy`, which has found none?
+
+    Programs that have imported that function before the seams went in go on with it.
+    """
+    asking = inspect.unwrap(policy_module.dtype_policy).__code__
+    return sys._getframe(2).f_code is asking
+
+
 def set_policy_of_thread(policy: Any) -> None:
     """Sets the global policy of this thread, which Keras' setter does for the user."""
     _global_state.set_global_attribute("dtype_policy", policy)
@@ -111,8 +122,8 @@ def set_policy_of_thread(policy: Any) -> None:
 # Where classes come from -----------------------------------------------------------
 
 
-def is_keras_own(kind: type) -> bool:
-    """Does Keras itself define the class, and not the user or another package?"""
+def is_keras_own(kind: Any) -> bool:
+    """Does Keras itself define a class or function, not the user or another package?"""
     return kind.__module__.startswith("keras.src.")
 
 
@@ -367,9 +378,14 @@ def record_shardings(model: Any) -> None:
         record()
 
 
+def last_compile(model: Any) -> Any:
+    """What the last `compile` of a model has left for files, an object of its own."""
+    return model._compile_config
+
+
 def compile_config(model: Any) -> dict[str, Any]:
     """The arguments of `compile` as they are stored in files, to be corrected."""
-    return model._compile_config.config
+    return last_compile(model).config
 
 
 def note_state(model: Any, state: dict[str, Any]) -> None:

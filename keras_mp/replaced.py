@@ -27,6 +27,10 @@ REPLACED = {
 _ABSENT = object()
 # What a class or a module has is that of all threads: one replaces it at a time.
 _of_all_threads = threading.RLock()
+# Threads may replace what one object has at the same time. By its id and the name: its
+# own value, which comes back with the last of them, and the new ones.
+_lock = threading.Lock()
+_values: dict[tuple[int, str], list[Any]] = {}
 
 
 @contextlib.contextmanager
@@ -43,21 +47,34 @@ def replaced(
     if kind not in REPLACED:
         raise KeyError(f"REPLACED must name {kind!r}.")
     shared = isinstance(owner, type | types.ModuleType)
-    before: dict[str, Any] = {}
+    new: dict[str, Any] = {}
     with _of_all_threads if shared else contextlib.nullcontext():
         try:
             for name, wrap in wrappers.items():
-                before[name] = vars(owner).get(name, _ABSENT)
-                _put(owner, name, wrap(getattr(owner, name)))
+                with _lock:
+                    new[name] = wrap(getattr(owner, name))
+                    own = vars(owner).get(name, _ABSENT)
+                    _values.setdefault((id(owner), name), [own]).append(new[name])
+                    _put(owner, name, new[name])
             yield
         finally:
-            for name, value in before.items():
-                _put(owner, name, value)
+            for name, value in new.items():
+                with _lock:
+                    _take_back(owner, name, value)
 
 
 def instead(new: Any) -> Callable[[Any], Any]:
     """A wrapper that needs nothing of what it replaces."""
     return lambda original: new
+
+
+def _take_back(owner: Any, name: str, value: Any) -> None:
+    own, *others = _values.get((id(owner), name), [vars(owner).get(name, _ABSENT)])
+    left = [own, *(x for x in others if x is not value)]
+    _put(owner, name, left[-1])
+    _values[id(owner), name] = left
+    if len(left) == 1:
+        del _values[id(owner), name]
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -29,7 +29,7 @@ Each wrapper is set on the class that defines the method, and has no logic of it
     Optimizer.load_own_variables  a file that another wrapper wrote resumes
     traceback_utils.include_frame  a user's traceback leaves our frames out, too
     Orthogonal.__call__, ops.normalize  compute in float32 what half precision cannot
-    LossScaleOptimizer.__init__  Keras' own: it scales what it holds
+    LossScaleOptimizer.scale_loss  Keras' own: it scales what it holds
     keras.config.dtype_policy    the policy of the process, in every thread
     keras.config.set_dtype_policy  changes it
     keras.mixed_precision.global_policy, set_global_policy  the same two
@@ -68,13 +68,18 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp import first_step, fitting
+from keras_mp import compiling, first_step, fitting, wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
-from keras_mp.config import note_global_policy, restore_global_policy, show_scope
+from keras_mp.config import (
+    give_back_global_policy,
+    note_global_policy,
+    restore_global_policy,
+    show_scope,
+)
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.loss_scaling import resuming, stage, unscaled
-from keras_mp.loss_scaling.models import losses_in_float32, wrap_optimizers
+from keras_mp.loss_scaling.models import losses_in_float32
 from keras_mp.policies import (
     exporting,
     heads,
@@ -89,27 +94,37 @@ from keras_mp.policies import (
 )
 from keras_mp.policies.choosing import choose_by_class, choose_policy
 from keras_mp.policies.layers import is_graph, note_call, note_result
-from keras_mp.policies.reach import warn_of_unreached
+from keras_mp.policies.policy import chooser_of
 from keras_mp.policies.record import record_of, records
 from keras_mp.rounding import lost
 from keras_mp.sharding import warn_of_torchs_own
 
 
 def install() -> None:
-    """Wraps methods of Keras, as importing keras_mp does.
+    """Wraps methods of Keras, as asking for half precision does.
 
     It does nothing if they are wrapped already.
+
+    Raises:
+        ImportError: if this Keras lacks one of them. None is wrapped then.
     """
-    for name, owner, seam in _seams():
-        if not hasattr(vars(owner)[name], "_keras_mp_original"):
+    with wanted.lock:
+        for name, owner, seam in _seams():
             original = vars(owner)[name]
-            wrapper: Any = functools.wraps(original)(seam(original))
-            wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
-            setattr(owner, name, wrapper)
+            if not hasattr(original, "_keras_mp_original"):
+                wrapper: Any = functools.wraps(original)(seam(original))
+                wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
+                setattr(owner, name, wrapper)
+        for model_class in _subclasses(private.Functional):
+            _wrap_own_get_config(model_class)
+        wanted.done = True
 
 
 def uninstall() -> None:
-    """Removes the wrappers of keras_mp from Keras; does nothing if there are none.
+    """Gives Keras back as it is without keras_mp; does nothing if it is.
+
+    The wrappers go, and the global policy becomes Keras' own of the same name. Asking
+    for half precision again, or `install`, puts the wrappers back.
 
     What was made before stays: a layer keeps the dtype policy that was chosen for it,
     and a `LossScaleOptimizer` scales, but in `fit` a skipped step changes statistics,
@@ -123,15 +138,25 @@ def uninstall() -> None:
     keras_mp.install()
     ```
     """
-    restore_global_policy()  # Keras alone does not know what "auto" is.
-    for name, owner, _ in _seams():
-        marks = vars(vars(owner)[name])
-        # Another library's wrapper round ours has our marks too, copied by functools.
-        if marks.get("_keras_mp_self") is vars(owner)[name]:
-            setattr(owner, name, marks["_keras_mp_original"])
-    while _own_get_configs:
-        owner, get_config = _own_get_configs.popitem()
-        owner.get_config = get_config
+    with wanted.lock:
+        give_back_global_policy()
+        inputs.give_back()
+        for name, owner, _ in _seams():
+            marks = vars(vars(owner)[name])
+            # Another library's wrapper round ours has our marks, copied by functools.
+            if marks.get("_keras_mp_self") is vars(owner)[name]:
+                setattr(owner, name, marks["_keras_mp_original"])
+        while _own_get_configs:
+            owner, get_config = _own_get_configs.popitem()
+            owner.get_config = get_config
+        wanted.done = False
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    each: type
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 # The models' classes seen so far with a `get_config` of their own -> that `get_config`.
@@ -162,7 +187,7 @@ def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
         ("apply", keras.optimizers.Optimizer, _apply),
         ("add_variable_from_reference", keras.optimizers.Optimizer, _add_slot),
         ("load_own_variables", keras.optimizers.Optimizer, _load_optimizer),
-        ("__init__", keras.optimizers.LossScaleOptimizer, _scaler_init),
+        ("scale_loss", keras.optimizers.LossScaleOptimizer, _scale_loss),
         ("__call__", keras.initializers.Orthogonal, _orthogonal),
     ]
     # `keras.ops` looks an operation up in one of the modules; for `tanh`, which is in
@@ -218,7 +243,8 @@ def _definer(name: str, owner: type = keras.Model) -> Any:
 def _dtype_policy(original: Callable) -> Callable:
     def dtype_policy() -> Any:
         restore_global_policy()
-        return original()
+        policy = original()
+        return chooser_of(policy) or policy
 
     return dtype_policy
 
@@ -226,6 +252,8 @@ def _dtype_policy(original: Callable) -> Callable:
 def _set_dtype_policy(original: Callable) -> Callable:
     def set_dtype_policy(policy: Any) -> None:
         show_scope()
+        if private.is_default_being_set() and restore_global_policy():
+            return
         original(policy)
         note_global_policy()
 
@@ -415,13 +443,7 @@ def _compile(original: Callable) -> Callable:
         # Keras decides by the policy's name whether to wrap; we by the layers.
         call.arguments["auto_scale_loss"] = False
         result = original(*call.args, **call.kwargs)
-        if not automatic:
-            # Keras forgets it and would wrap the optimizer of the reopened model.
-            private.compile_config(self)["auto_scale_loss"] = False
-        outputs.note_compiled(self)
-        wrap_optimizers(self)
-        warn_of_unreached(self)
-        warn_of_torchs_own(self)
+        compiling.note(self, automatic)
         return result
 
     return compile
@@ -436,7 +458,8 @@ def _get_compile_config(original: Callable) -> Callable:
 
 def _compile_from_config(original: Callable) -> Callable:
     def compile_from_config(self: Any, config: Any) -> Any:
-        heads.find_heads(self, config)
+        optimizer = config.get("optimizer")
+        heads.find_heads(self, optimizer if isinstance(optimizer, dict) else {})
         with warnings_at_the_user():  # That a `compile` of the user's is not called.
             return original(self, config)
 
@@ -522,12 +545,12 @@ def _apply(original: Callable) -> Callable:
     return apply
 
 
-def _scaler_init(original: Callable) -> Callable:
-    def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, inner_optimizer, *args, **kwargs)
+def _scale_loss(original: Callable) -> Callable:
+    def scale_loss(self: Any, loss: Any) -> Any:
         unscaled.leave_alone(self.inner_optimizer)
+        return original(self, loss)
 
-    return __init__
+    return scale_loss
 
 
 def _include_frame(original: Callable) -> Callable:
@@ -560,3 +583,6 @@ def _normalize(original: Callable) -> Callable:
         return ops.cast(original(ops.cast(x, "float32"), *args, **kwargs), dtype)
 
     return normalize
+
+
+wanted.put_in = install

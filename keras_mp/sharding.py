@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.backends import engine
 from keras_mp.display.messages import warn
 from keras_mp.policies.layers import children_of
@@ -65,6 +66,7 @@ def fully_shard(model: keras.Model, mesh: Any = None) -> keras.Model:
             "`model` must be built, so that it has weights. Received: model "
             f"{model.name!r}, which has none. Call it on data, or `model.build`."
         )
+    wanted.half_precision()  # Whatever it computes in: a file gathers the shards.
     engine.fully_shard(model, _groups(model), mesh)
     for reference, slot in _slots(getattr(model, "optimizer", None)):
         engine.shard_like(reference, slot)

@@ -1,4 +1,4 @@
-"""Every test starts and ends under the global policy float32, with a fixed seed."""
+"""Every test starts as after the import: no seam, float32, and a fixed seed."""
 
 import gc
 import importlib.metadata
@@ -99,6 +99,12 @@ def work(tmp_path):
 
 
 @pytest.fixture
+def installed():
+    """What comes with half precision, for a test that asks for none by our names."""
+    keras_mp.install()
+
+
+@pytest.fixture
 def mixed_float16():
     keras_mp.set_global_policy("mixed_float16")
 
@@ -113,7 +119,6 @@ def half(request):
 @pytest.fixture(autouse=True)
 def fresh_keras():
     keras.utils.set_random_seed(0)
-    before = keras.config.dtype_policy()
     yield
-    keras_mp.set_global_policy(before)
-    keras_mp.seams.install()
+    keras_mp.uninstall()
+    keras.config.set_dtype_policy("float32")

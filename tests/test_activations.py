@@ -16,6 +16,8 @@ from scipy import special
 
 import keras_mp
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 EXACT = keras.activations.gelu
 ACTIVATIONS = {
     "gelu": EXACT,

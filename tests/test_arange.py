@@ -8,6 +8,8 @@ from keras import ops
 
 import keras_mp  # noqa: F401 (puts the seams in)
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 
 def compiled(function):
     if BACKEND == "tensorflow":

@@ -12,6 +12,8 @@ from keras.src import backend as keras_backend
 
 import keras_mp
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 layers = keras.layers
 RANDOM = np.random.default_rng(0)
 

@@ -14,6 +14,8 @@ if keras.backend.backend() != "torch":
 import torch
 from torch_operations import Operations
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 GENERATOR = np.random.default_rng(0)
 SHAPES = {"vectors": (64, 5), "sequences": (8, 9, 5), "images": (4, 6, 7, 5)}
 SHAPES["volumes"] = (3, 4, 5, 6, 5)

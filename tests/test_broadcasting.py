@@ -10,6 +10,8 @@ import keras_mp  # noqa: F401 (puts the seams in)
 from sweeps.layer_errors import tolerance
 from sweeps.layer_gradients import MODES, called
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 # More terms than half precision can count, in a shape whose sum is made in one row.
 SHAPE = (16, 62, 62, 4)
 DTYPES = ["float16", "bfloat16"]

@@ -26,6 +26,8 @@ from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.products import HalfOperands, number_of_chunks
 from keras_mp.policies import weights
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 CLASSES, WIDTH = 300, 6
 RANDOM = np.random.default_rng(0)
 LABELS = RANDOM.integers(0, CLASSES, (4, 6))

@@ -21,6 +21,8 @@ from keras_mp.backends.torch import cross_entropy
 from keras_mp.backends.torch.logits import known
 from keras_mp.policies import weights
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 CLASSES, WIDTH = 300, 16
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(24, WIDTH)).astype("float32")

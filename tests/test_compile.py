@@ -295,6 +295,7 @@ def test_compile_leaves_the_weights_as_they_are(mixed_float16):
     assert same_bits(before, compiled(model).get_weights())
 
 
+@pytest.mark.usefixtures("installed")
 def test_compile_changes_no_precision_without_a_policy_of_ours():
     keras.config.set_dtype_policy("mixed_float16")
     model = compiled(regression())
@@ -317,11 +318,13 @@ def test_the_global_policy_scales(mixed_float16):
     ["mixed_float16", "float16", keras_mp.MixedFloat16(), keras.DTypePolicy("float16")],
     ids=str,
 )
+@pytest.mark.usefixtures("installed")
 def test_one_layer_scales_under_a_float32_global_policy(dtype):
     model = sequential(layers.Dense(2, dtype=dtype), layers.Dense(1))
     assert is_scaled(compiled(model))
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_policy_map_scales_a_model_that_is_built_later():
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
     policies[".*half"] = "mixed_float16"
@@ -353,6 +356,7 @@ def test_whatever_computes_in_float16_scales_and_nothing_else(policy, scales):
     assert is_scaled(compiled(regression())) == scales
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_float16_layer_deep_inside_scales():
     deep = layers.TimeDistributed(layers.Dense(2, dtype="mixed_float16"))
     half = sequential(deep, shape=(3, 2))
@@ -382,6 +386,7 @@ class Lazy(keras.Model):
 @pytest.mark.parametrize("use", ["fit", "train_on_batch"])
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.sampled
+@pytest.mark.usefixtures("installed")
 def test_layers_that_a_subclassed_model_builds_later_scale(use, how):
     model = compiled(Lazy("mixed_float16"), **how)
     kwargs = {"verbose": 0} if use == "fit" else {}
@@ -462,6 +467,7 @@ def test_compiling_again_with_a_new_optimizer_starts_anew(mixed_float16):
     assert compiled(model).optimizer is not first
 
 
+@pytest.mark.usefixtures("installed")
 def test_an_optimizer_that_trained_in_float32_keeps_its_moments_when_it_is_wrapped():
     model = fitted(compiled(regression(), optimizer := keras.optimizers.Adam()))
     for layer in model.layers:
@@ -555,7 +561,7 @@ def test_the_seams_can_be_removed_and_installed_again(mixed_float16):
         uninstall()
         assert seams() == originals
     assert head_dtype() == "float16"
-    install()
+    keras_mp.set_global_policy("mixed_float16")
     installed = seams()
     install()
     assert seams() == installed
@@ -563,13 +569,14 @@ def test_the_seams_can_be_removed_and_installed_again(mixed_float16):
     assert head_dtype() == "float32"
 
 
-def test_without_the_seams_keras_is_as_it_was(mixed_float16):
-    uninstall()
+def test_without_the_seams_keras_is_as_it_was():
+    keras.config.set_dtype_policy("mixed_float16")
     model = compiled(regression())
     assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
     assert computes(model) == ["float16", "float16"]
 
 
+@pytest.mark.usefixtures("installed")
 def test_another_librarys_wrapper_round_ours_is_left_in_its_place(monkeypatch):
     owner, name = SEAMS[0]
 
@@ -584,8 +591,10 @@ def test_another_librarys_wrapper_round_ours_is_left_in_its_place(monkeypatch):
     assert vars(owner)[name] is theirs
 
 
-@pytest.mark.parametrize("seam", seams(), ids=[name for _, name in SEAMS])
-def test_a_seam_keeps_signature_name_and_docstring(seam):
+@pytest.mark.parametrize(("owner", "name"), SEAMS)
+@pytest.mark.usefixtures("installed")
+def test_a_seam_keeps_signature_name_and_docstring(owner, name):
+    seam = vars(owner)[name]
     original = seam._keras_mp_original
     assert inspect.signature(seam) == inspect.signature(original)
     assert (seam.__name__, seam.__doc__) == (original.__name__, original.__doc__)

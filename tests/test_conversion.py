@@ -12,7 +12,7 @@ from backends import BACKEND, POLICIES, computes, dtype_of, same_bits, values
 from models_to_convert import BUILDERS
 
 import keras_mp
-from keras_mp import conversion
+from keras_mp import conversion, unseen
 from keras_mp.policies import symbolic
 from keras_mp.policies.layers import is_graph
 
@@ -304,6 +304,7 @@ def test_a_scaler_of_the_users_own_stays_in_its_place():
 @pytest.mark.parametrize(
     "scaled", [True, False], ids=["by Keras", "auto_scale_loss=False"]
 )
+@pytest.mark.usefixtures("installed")
 def test_an_optimizer_that_is_not_ours_to_scale_stays_where_it_is(scaled):
     optimizer = keras.optimizers.SGD()
     if scaled:
@@ -502,6 +503,8 @@ def snapshot(model):
 @contextlib.contextmanager
 def refused(model, error, message=None):
     """Nothing is changed by what raises within."""
+    keras_mp.install()
+    unseen.make_up(model)  # It only remembers: see `test_doors.py`.
     state = snapshot(model)
     with pytest.raises(error, match=message):
         yield
@@ -539,6 +542,8 @@ def test_an_interrupt_changes_nothing(moment, monkeypatch):
     model = impossible()
     model.compile("adam", "mse")
     train(model, X, Y)
+    keras_mp.install()
+    unseen.make_up(model)
     place, name = moment
     original, calls = getattr(place, name), itertools.count()
 

@@ -22,6 +22,8 @@ from keras_mp.backends.jax import one_pass
 from keras_mp.backends.jax.logits import Head, Probabilities
 from keras_mp.policies.weights import LARGE
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 CLASSES = 7
 LABELS = np.array([[0, 3, 6], [-1, 7, 2]], "int32")  # Two of them are no classes.
 RANDOM = np.random.default_rng(0).normal(size=(2, 3, CLASSES)).astype("float32")

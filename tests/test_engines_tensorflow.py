@@ -356,6 +356,7 @@ def test_what_users_read_of_a_mirrored_optimizer_are_numbers(monkeypatch):
     assert {line.count for line in reports} == {2}  # Steps, not replicas.
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_model_whose_layers_are_known_late_gets_its_wrapper_within_the_scope():
     class Late(keras.Model):
         def build(self, input_shape):

@@ -14,6 +14,8 @@ from sweeps.layer_cases import CASES, SKIPPED, cases
 from sweeps.layer_errors import built, outcome, run
 from sweeps.layer_gradients import MODES
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 # On JAX a compiled step is what users run, and quicker than its operations one by one.
 MODE = "jit" if "jit" in MODES else "eager"
 # What Keras cannot compile on JAX, and what takes XLA a minute: `make sweep-layers`

@@ -397,6 +397,7 @@ def test_a_train_step_may_call_the_model_with_something_else_than_its_data(polic
 
 
 @ways
+@pytest.mark.usefixtures("installed")
 def test_layers_that_a_train_step_of_the_users_builds_late_are_scaled_too(how):
     class Lazy(scaling_model()):
         def build(self, shape):

@@ -13,6 +13,8 @@ from keras import ops
 from processes import on_four_devices
 from products import lowered
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 if BACKEND == "jax":
     import jax
 

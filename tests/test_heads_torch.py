@@ -18,6 +18,8 @@ import keras_mp
 from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.backends.torch.products import HalfProduct
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 HALF = ("float16", "bfloat16")
 
 

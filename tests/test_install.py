@@ -24,6 +24,7 @@ def test_each_is_in_the_list_that_users_read():
 
 
 def test_it_is_taken_out_whole_and_put_back():
+    keras_mp.install()
     ours = in_place()
     originals = {place: method._keras_mp_original for place, method in ours.items()}
     keras_mp.uninstall()

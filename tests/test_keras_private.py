@@ -657,3 +657,24 @@ def test_the_filter_of_tracebacks_asks_of_each_file_and_makes_a_traceback():
     except ValueError as error:
         private.drop_internal_frames(error)
         assert error.__traceback__.tb_frame.f_code.co_filename == __file__
+
+
+def test_keras_asks_for_its_setter_where_a_thread_has_no_policy(monkeypatch):
+    private.set_policy_of_thread(None)
+    asked = []
+    monkeypatch.setattr(
+        private.policy_module,
+        "set_dtype_policy",
+        lambda policy: asked.append(private.is_default_being_set()),
+    )
+    keras.config.dtype_policy()
+    private.policy_module.set_dtype_policy("float32")
+    assert asked == [True, False]
+
+
+def test_each_compile_leaves_an_object_of_its_own():
+    model = trained_model()
+    first = private.last_compile(model)
+    assert first.config is private.compile_config(model)
+    model.compile("sgd", "mse")
+    assert private.last_compile(model) is not first

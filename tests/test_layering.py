@@ -24,13 +24,16 @@ COMMAND_LINE = REPOSITORY / "keras_mp_cli"
 # A module imports from its own room and from those above it in this list. A room is a
 # module, or a folder with all that is in it. The last is a package beside keras_mp.
 ROOMS = [
-    ["errors", "display", "interrupts", "keras_private", "replaced"],
+    ["errors", "display", "interrupts", "keras_private", "replaced", "wanted"],
     ["backends"],
     ["policies"],
     ["config"],
     ["rounding"],
     ["loss_scaling"],
-    ["conversion", "first_step", "fitting", "sharding", "still_kernels"],
+    ["first_step", "sharding", "still_kernels"],
+    ["compiling"],
+    ["fitting", "unseen"],
+    ["conversion"],
     ["seams"],
     ["diagnostics"],
     ["callbacks"],

@@ -12,6 +12,8 @@ if keras.backend.backend() != "torch":
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 GENERATOR = np.random.default_rng(0)
 HALF = ["float16", "bfloat16"]
 

@@ -9,6 +9,8 @@ from keras import layers, ops
 import keras_mp
 from keras_mp.backends.differentiation import differentiate
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 DRAWN = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 INPUTS = {"usual": 1.0, "small": 1e-3, "tiny": 1e-6, "large": 300.0, "zeros": 0.0}
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -197,6 +197,7 @@ def test_float16_variables_are_updated_from_float32_gradients_as_from_their_own(
 
 
 @pytest.mark.filterwarnings("ignore:(divide|invalid):RuntimeWarning")
+@pytest.mark.usefixtures("installed")
 def test_keras_own_schedule_free_adamw_makes_bfloat16_variables_nan():
     # 1 - beta_2 is zero there.
     optimizer = keras.optimizers.ScheduleFreeAdamW()

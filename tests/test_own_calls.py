@@ -168,6 +168,7 @@ def test_an_error_that_float32_does_not_mend_changes_nothing(
 
 
 @does_not_promote
+@pytest.mark.usefixtures("installed")
 def test_under_keras_own_policy_it_works_as_well():
     """There Keras would cast the inputs, and we keep them."""
     keras.config.set_dtype_policy("mixed_float16")

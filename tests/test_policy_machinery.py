@@ -72,6 +72,7 @@ def test_a_map_says_by_its_paths_what_layers_compute_in(how, name):
 
 @every_map
 @every_way
+@pytest.mark.usefixtures("installed")
 def test_files_of_a_map_hold_stock_policies(how, name, tmp_path):
     model = model_under(MAPS[name](), how)
     want = model.predict(X, verbose=0)

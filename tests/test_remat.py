@@ -8,6 +8,8 @@ from keras import layers, ops
 
 import keras_mp
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype("float32")
 # TensorFlow's graphs take no keyword, such as `training`, in what is computed again.

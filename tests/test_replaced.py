@@ -82,6 +82,19 @@ def test_threads_take_turns_with_a_class():
     assert free == [False]
 
 
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_threads_may_replace_what_one_object_has_at_once(first_out):
+    """The one that begins last must not put back what the other had set."""
+    owner = Derived()
+    blocks = [replaced("own calls", owner, {"call": louder}) for _ in range(2)]
+    for block in blocks:
+        block.__enter__()
+    blocks[first_out].__exit__(None, None, None)
+    assert owner.call() == "OWN"
+    blocks[1 - first_out].__exit__(None, None, None)
+    assert vars(owner) == {} and owner.call() == "own"
+
+
 def test_what_is_not_in_the_list_is_not_replaced():
     with pytest.raises(KeyError), replaced("another", Base, {"call": louder}):
         pass

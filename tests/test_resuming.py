@@ -183,6 +183,7 @@ def test_every_kind_of_optimizer_resumes(writes, reads, name, tmp_path):
 
 
 @pytest.mark.parametrize("reads", ["float32", "mixed_bfloat16", "bfloat16"])
+@pytest.mark.usefixtures("installed")
 def test_what_keras_itself_scaled_resumes_without_a_scale(reads, tmp_path):
     scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     theirs = filled(model_under("float32", scaler))
@@ -192,6 +193,7 @@ def test_what_keras_itself_scaled_resumes_without_a_scale(reads, tmp_path):
     assert_resumed(model, theirs, iterations=1)
 
 
+@pytest.mark.usefixtures("installed")
 def test_keras_own_wrapper_resumes_what_ours_saved(written):
     theirs, folder = written["mixed_float16"]
     scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
@@ -238,6 +240,7 @@ def test_an_optimizer_with_one_variable_more_is_no_rounding_wrapper(tmp_path):
     assert int(model.optimizer.iterations) == 0
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_file_without_one_of_its_entries_is_skipped(written, tmp_path):
     path = tmp_path / "damaged.weights.h5"
     shutil.copy(written["mixed_float16"][1] / "model.weights.h5", path)

@@ -400,10 +400,10 @@ for name in json.load(open("names.json")):
         results[name] = ""
     except Exception as error:
         results[name] = repr(error)[:2000]
-# What was compiled with the name of an optimizer opens compiled as well.
-model = keras.models.load_model("sequential.compiled.keras")
-model.compiled and model.fit(x, np.eye(3)[np.arange(len(x)) % 3], verbose=0)
-results["opened compiled"] = type(model.optimizer).__name__
+try:
+    keras.models.load_model("sequential.compiled.keras")
+except Exception as error:
+    results["opened compiled"] = str(error)
 assert not [m for m in sys.modules if m.startswith("keras_mp.")]
 json.dump(results, open("results.json", "w"))
 """
@@ -454,7 +454,9 @@ def test_a_saved_model_names_nothing_of_ours_and_predicts_the_same_without_us(
 ):
     models, errors, folder = opened_without
     with zipfile.ZipFile(folder / f"{name}.{fate}.keras") as file:
-        assert "keras_mp" not in file.read("config.json").decode()
+        config = json.loads(file.read("config.json"))
+    config.pop("compile_config", None)
+    assert "keras_mp" not in json.dumps(config)
     assert errors[f"{name}.{fate}"] == ""
     model = models[f"{name}.{fate}"]
     if not model.built:
@@ -475,11 +477,11 @@ def test_a_saved_model_names_nothing_of_ours_and_predicts_the_same_without_us(
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-def test_a_model_compiled_with_a_name_even_opens_compiled_without_keras_mp(
+def test_what_scaled_says_so_where_it_is_opened_compiled_without_keras_mp(
     opened_without,
 ):
-    # Keras' own compile went by the name of the global policy there, float32.
-    assert opened_without[1]["opened compiled"] == "Adam"
+    # Keras' own Adam would train it unscaled, in silence.
+    assert "keras_mp" in opened_without[1]["opened compiled"]
 
 
 # From Keras without keras_mp ------------------------------------------------------
@@ -535,6 +537,7 @@ def assert_resumes(model, folder):
 
 
 @any_policy
+@pytest.mark.usefixtures("installed")
 def test_a_model_that_keras_itself_scaled_resumes_in_ours(theirs, policy):
     keras_mp.set_global_policy(policy)
     model = keras.models.load_model(theirs / "theirs.keras")

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from keras import ops
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 LOGITS = np.random.default_rng(0).normal(size=(3, 4, 64)).astype("float32") * 4
 COTANGENT = np.random.default_rng(1).normal(size=LOGITS.shape).astype("float32")
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -329,6 +329,7 @@ def warnings_of(optimizer, dtype="bfloat16"):
         (optimizers.Lion(), "less than 1/512 of its weight is lost"),
     ],
 )
+@pytest.mark.usefixtures("installed")
 def test_it_is_said_once_what_is_lost(optimizer, lost):
     (message,) = warnings_of(optimizer)
     assert lost in message
@@ -336,6 +337,7 @@ def test_it_is_said_once_what_is_lost(optimizer, lost):
 
 
 @pytest.mark.parametrize("weight", [1.0, 1.5, 1.99, 300.0, 1e-3])
+@pytest.mark.usefixtures("installed")
 def test_the_update_that_is_lost_is_lost(weight):
     """What is said of it: less than 1/512 of the weight never moves it."""
     variable = keras.Variable([weight], dtype="bfloat16")
@@ -359,6 +361,7 @@ def test_where_nothing_is_lost_nothing_is_said(make, dtype):
     assert not warnings_of(make(), dtype)
 
 
+@pytest.mark.usefixtures("installed")
 def test_fit_tells_of_it_too():
     with pytest.warns(UserWarning, match="StochasticRoundingOptimizer"):
         losses_of(model_of("bfloat16"), optimizers.AdamW(), epochs=1)

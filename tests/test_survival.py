@@ -302,6 +302,7 @@ def small():
 @pytest.mark.parametrize(
     ("name", "skipped"), [("keras-3.15.1", 0), ("keras_mp-09c87dc", 1)]
 )
+@pytest.mark.usefixtures("installed")
 def test_an_older_or_foreign_file_resumes_with_counters_that_start_at_zero(
     name, skipped, how, tmp_path
 ):

@@ -98,6 +98,7 @@ def test_without_float16_nothing_is_said(policy):
     assert loop(model_of(policy), keras.optimizers.SGD(1e8)) == 4
 
 
+@pytest.mark.usefixtures("installed")
 def test_layers_under_keras_own_policy_count_too():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([layers.Dense(1)])
@@ -130,6 +131,7 @@ def test_an_optimizer_inside_a_scale_is_not_told_of(wrapper):
     model, inner = model_of("mixed_float16"), keras.optimizers.SGD(name="mine")
     optimizer = package.LossScaleOptimizer(inner)
     if wrapper == "keras" and BACKEND == "jax":
+        optimizer.scale_loss(1.0)
         optimizer = inner  # Its `apply` has a branch, which eager JAX leaks from.
     loop(model, optimizer, scaled=optimizer is not inner)
 

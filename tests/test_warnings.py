@@ -292,6 +292,7 @@ def lines_of(function):
 
 
 @pytest.mark.parametrize(("provoke", "said", "line"), CALLS.values(), ids=CALLS)
+@pytest.mark.usefixtures("installed")
 def test_it_names_the_line_of_the_user(provoke, said, line, tmp_path, monkeypatch):
     caught = warned(provoke, tmp_path, monkeypatch)
     (named,) = (w for w in caught if said in str(w.message))
@@ -384,6 +385,7 @@ class Own(layers.Layer):
 
 @pytest.mark.parametrize("given", [{"input_shape": (3,)}, {"input_dim": 3}])
 @pytest.mark.parametrize("make", [lambda **given: layers.Dense(2, **given), Own])
+@pytest.mark.usefixtures("installed")
 def test_keras_warning_of_an_input_shape_names_the_line_of_the_user(make, given):
     (warning,) = warned(lambda: make(**given))
     assert str(warning.message).startswith("Do not pass an `input_shape`")

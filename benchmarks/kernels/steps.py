@@ -1,7 +1,7 @@
 """Training steps on torch: `torch.amp`'s, Keras' in float32 and ours."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -26,7 +26,11 @@ from benchmarks.kernels.kernels_tables import (
 from benchmarks.kernels.private import products_as_on_a_gpu
 from keras_mp.seams import install, uninstall
 
-_POLICIES = {FLOAT32: "float32", KERAS: "mixed_float16", OURS: "mixed_float16"}
+_POLICIES: dict[str, Callable[[], Any]] = {
+    FLOAT32: functools.partial(keras.DTypePolicy, "float32"),
+    KERAS: functools.partial(keras.DTypePolicy, "mixed_float16"),
+    OURS: keras_mp.MixedFloat16,
+}
 
 
 class KernelCase(NamedTuple):
@@ -104,15 +108,9 @@ class Step(NamedTuple):
     state: Callable[[], Iterable[torch.Tensor]]
 
 
-@contextlib.contextmanager
-def _seams(way: str) -> Iterator[None]:
-    """Removes our seams from Keras for a while, except for our own step."""
-    if way != OURS:
-        uninstall()
-    try:
-        yield
-    finally:
-        install()
+def _set_seams(way: str) -> None:
+    """Puts our seams in for our own step, and takes them out for the others."""
+    (install if way == OURS else uninstall)()
 
 
 def count_step(case: KernelCase, way: str) -> Count:
@@ -163,15 +161,18 @@ def _of_torch(case: KernelCase, way: str, x: torch.Tensor, y: torch.Tensor) -> S
 
 
 def _of_keras(case: KernelCase, way: str, x: torch.Tensor, y: torch.Tensor) -> Step:
-    with _seams(way), keras_mp.policy_scope(_POLICIES[way]):
-        model = case.keras(**case.sizes)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss)
-        model.make_train_function()
+    before = keras.config.dtype_policy()
+    _set_seams(way)
+    keras.config.set_dtype_policy(_POLICIES[way]())
+    model = case.keras(**case.sizes)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    model.make_train_function()
+    keras.config.set_dtype_policy(before)
 
     def run() -> None:
-        with _seams(way):
-            model.train_function([(x, y)])
+        _set_seams(way)
+        model.train_function([(x, y)])
 
     def state() -> Iterable[torch.Tensor]:
         return [v.value for v in (*model.variables, *model.optimizer.variables)]

@@ -19,7 +19,7 @@ from benchmarks.suites import Suite
 from keras_mp.diagnostics.comparison.training import Plan, initial_values, train_once
 from keras_mp.diagnostics.data import TrainingData
 from keras_mp.policies.policy import FLOAT32
-from keras_mp.seams import install, uninstall
+from keras_mp.seams import uninstall
 
 SEEDS = 5
 
@@ -84,11 +84,13 @@ def measure(
                 "seconds": time.perf_counter() - start,
             }
     finally:
-        install()
+        uninstall()
 
 
 def built(task: Task, way: str) -> keras.Model:
     """The compiled model of a task, under the global policy."""
+    if way.startswith(KERAS):
+        keras.config.set_dtype_policy(way.removeprefix(KERAS))
     model, optimizer, compiled_with = task.build()
     if way == SLOTS:
         optimizer = keras_mp.StochasticRoundingOptimizer(optimizer, "bfloat16")
@@ -97,9 +99,7 @@ def built(task: Task, way: str) -> keras.Model:
 
 
 def _policy(way: str) -> Any:
-    if way.startswith(KERAS):
-        return keras.DTypePolicy(way.removeprefix(KERAS))
-    if way == SLOTS:
+    if way == SLOTS or way.startswith(KERAS):  # That sets its own by Keras' name.
         return keras.DTypePolicy("float32")
     return keras_mp.Policy("mixed_float16" if way == UNSCALED else way)
 

@@ -90,6 +90,7 @@ def _in_pairs(
 def _layer_calls() -> dict[str, Callable[[int], None]]:
     layer = keras.layers.Dense(8)
     x = keras.ops.ones((8, 8))
+    install()
     layer(x)  # The first call, in which the seams choose its policy.
 
     def calls(number: int) -> None:
@@ -134,7 +135,12 @@ def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
 
-    def fit(train_function: Any, callbacks: Sequence[Any], epochs: int) -> None:
+    def fit(
+        train_function: Any, with_seams: bool, callbacks: Sequence[Any], epochs: int
+    ) -> None:
+        uninstall()  # All pay for the change.
+        if with_seams:
+            install()
         model.train_function = train_function
         monitored.pop(model, None)
         if callbacks:
@@ -150,14 +156,8 @@ def _fits(smallest: bool) -> dict[str, Callable[[int], None]]:
         )
 
     def made(with_seams: bool = True, callbacks: Sequence[Any] = ()) -> Any:
-        if not with_seams:
-            # The train function stays as it was made, even when the seams are back.
-            uninstall()
-        try:
-            fit(None, callbacks, 1)
-        finally:
-            install()
-        return functools.partial(fit, model.train_function, callbacks)
+        fit(None, with_seams, callbacks, 1)
+        return functools.partial(fit, model.train_function, with_seams, callbacks)
 
     return {
         "": made(with_seams=False),

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from keras_mp import wanted
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import next_calls
 from keras_mp.diagnostics.breakpoint.batch import batch_of
@@ -68,7 +69,7 @@ class OverflowBreakpoint(keras.callbacks.Callback):
                 f"without it, or in one process on one device. Received: {others}."
             )
         prepare(self._path)
-        self._watches = True
+        self._watches = wanted.done  # Else nothing computes in half precision.
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch + 1

@@ -80,8 +80,6 @@ def wrap_optimizers(model: Any) -> None:
         elif not scales and optimizer is not None:
             unscaled.leave_alone(optimizer)
         summary.note(getattr(model, name))
-    if rounds:  # A file does not say whose policy has made its weights bfloat16.
-        config["optimizer"] = model.optimizer
     heads.note_compiled(
         private.layers_in(model),
         _scales(model.optimizer),
@@ -95,6 +93,9 @@ def _wrap(model: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         wrapper = wrap(optimizer)
     if wrapper is not optimizer:
         _set_optimizer(model, name, wrapper)
+        if name == "optimizer":
+            # A file then asks for half precision by what it is read into.
+            private.compile_config(model)["optimizer"] = wrapper
 
 
 def _scaled(optimizer: Any) -> LossScaleOptimizer:

@@ -9,8 +9,9 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.backends import engine
-from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step
+from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step, unscaled
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
     refuse_inner_arguments,
@@ -23,6 +24,7 @@ from keras_mp.loss_scaling.schedule import (
 )
 from keras_mp.loss_scaling.stage import in_train_step, update_by
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp.policies import heads
 from keras_mp.rounding.holders import hold
 
 # The object that stands for "not given": dynamic=False needs a scale from the user, as
@@ -143,6 +145,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             check_whole_number("retake_steps", retake_steps, least=0)
         inner_optimizer = checked_inner(inner_optimizer)
 
+        wanted.half_precision()
         super().__init__(
             inner_optimizer, initial_scale, dynamic_growth_steps, name=name
         )
@@ -156,6 +159,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.dynamic_scale = self._loss_scaling.scale
         self._loads_inner = True
         hold(self, inner_optimizer)
+        unscaled.leave_alone(inner_optimizer)
 
     # Building --------------------------------------------------------------------
 
@@ -544,8 +548,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the wrapper and its inner optimizer from `get_config`'s dict."""
         # A fixed scale without an initial one still raises its error.
         old = {k: v for k, v in DEFAULTS_IN_FILES.items() if k != "initial_scale"}
-        # A new dict, as Keras pops a key.
-        return super().from_config({**old, **config}, custom_objects)
+        make = super().from_config
+        return heads.from_file(
+            {**old, **config}, lambda config: make(config, custom_objects)
+        )
 
     def save_own_variables(self, store: Any) -> None:
         """Writes Keras' own layout, with the counters it does not have by name."""

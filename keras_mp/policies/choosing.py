@@ -34,6 +34,7 @@ from keras_mp.policies.policy import (
     OPAQUE,
     ChoosingPolicy,
     Decision,
+    as_stock,
     chooser_of,
     is_half,
 )
@@ -149,10 +150,10 @@ def first_call(layer: Any) -> Iterator[None]:
     chooser = decision.chooser or chooser_of(decision.policy)
     policy = decision.policy if decision.includes_children else chooser
     try:
-        private.set_policy_of_thread(policy or before)
+        private.set_policy_of_thread(as_stock(policy or before))
         yield
     finally:
-        private.set_policy_of_thread(before)
+        private.set_policy_of_thread(as_stock(before))
 
 
 def keep_output_in_float32(layer: Any) -> bool:

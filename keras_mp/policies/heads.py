@@ -98,25 +98,45 @@ def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A compile config for a file, with the places of the large heads in the model.
 
     Layers are stored with a stock float32 policy, whoever chose it. Keras ignores these
-    entries, as it ignores anything else beside the config of an object.
+    entries, as it ignores anything else beside the config of an object. In that of an
+    optimizer of ours they are within, because it may be the first of us to be read.
     """
     heads = {
         place: layer
         for place, layer in enumerate(private.layers_in(model))
         if (decision := decision_for(layer)) and decision.head and has_large(layer)
     }
-    if heads and isinstance(config.get("optimizer"), dict):
-        config["optimizer"][IN_FILES] = list(heads)
+    optimizer = config.get("optimizer")
+    if heads and isinstance(optimizer, dict):
+        ours = (optimizer.get("registered_name") or "").startswith("keras_mp>")
+        stored = optimizer["config"] if ours else optimizer
+        stored[IN_FILES] = list(heads)
         half = [place for place, layer in heads.items() if has_bfloat16(layer.weights)]
         if half:
-            config["optimizer"][IN_BFLOAT16] = half
+            stored[IN_BFLOAT16] = half
     return config
 
 
-def find_heads(model: Any, config: dict[str, Any]) -> None:
-    """Makes heads of the layers that were heads when the model was saved."""
-    optimizer = config.get("optimizer")
-    stored = optimizer if isinstance(optimizer, dict) else {}
+def from_file(config: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Makes an optimizer of ours, which keeps what its config says of heads.
+
+    Args:
+        config: what a file holds.
+        make: makes it from the config without that.
+    """
+    places = {name: config[name] for name in (IN_FILES, IN_BFLOAT16) if name in config}
+    optimizer = make({k: v for k, v in config.items() if k not in places})
+    vars(optimizer)[IN_FILES] = places  # Keras does not track it.
+    return optimizer
+
+
+def find_heads(model: Any, stored: dict[str, Any]) -> None:
+    """Makes heads of the layers that were heads when the model was saved.
+
+    Args:
+        model: a model that is being read from a file.
+        stored: what the file says of heads, among other things.
+    """
     for place, layer in enumerate(private.layers_in(model)):
         if place in stored.get(IN_FILES, []) and policy_of(layer) == FLOAT32:
             decision = Decision(policy_of(layer), output_rule(layer), head=True)

@@ -26,6 +26,15 @@ def keep_input_dtypes(layer: Any) -> None:
             setattr(layer, private.CONVERT_INPUTS, not half)
 
 
+def give_back() -> None:
+    """Lets Keras cast the inputs of all models; their next calls are first ones."""
+    for record in list(records.values()):
+        layer = record.layer()
+        if record.keeps_input_dtypes and layer is not None:
+            record.keeps_input_dtypes, record.chosen = False, None
+            setattr(layer, private.CONVERT_INPUTS, True)
+
+
 def keeps_input_dtypes(layer: Any) -> bool:
     """Was Keras' cast of the inputs turned off for this layer?"""
     record = records.get(id(layer))

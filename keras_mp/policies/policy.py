@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_mp import wanted
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.layers import (
@@ -68,6 +69,11 @@ class ChoosingPolicy(keras.DTypePolicy):
         self.recompute_logits = recompute_logits
         self._users_rules = tuple(user_rule(p) for p in self.float32)
         self._matched: set[str] = set()
+        wanted.half_precision()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        wanted.half_precision()  # Copies and pickles run no `__init__`.
 
     @property
     def rules(self) -> RuleTable:
@@ -228,8 +234,19 @@ def Policy(name: str | keras.DTypePolicy) -> keras.DTypePolicy:  # noqa: N802 (t
         ValueError: for a name that is no policy.
     """
     policy = _named(name)
+    if any(each.compute_dtype in HALF for each in policies_in(policy)):
+        wanted.half_precision()  # It may be Keras' own.
     _asked_for[id(policy)] = policy
     return policy
+
+
+def policies_in(policy: Any) -> list[Any]:
+    """The policies of a map, the default first; or the policy itself."""
+    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+    if not is_map:
+        return [policy]
+    # It takes names for entries, too.
+    return [policy.default_policy, *map(keras.dtype_policies.get, policy.values())]
 
 
 # By id, as policies have no hash.
@@ -283,6 +300,15 @@ _SHORT_NAMES = {
 def chooser_of(policy: Any) -> ChoosingPolicy | None:
     """The policy of ours that `policy` is, or that chose it; None if the user did."""
     return getattr(getattr(policy, "name", None), "chooser", None)
+
+
+def as_stock(policy: Any) -> Any:
+    """The stock policy of the same name that remembers which policy of ours it is.
+
+    That is what Keras holds for a thread: it is of use without the seams as well.
+    """
+    chooser = chooser_of(policy)
+    return policy if chooser is None else keras.DTypePolicy(chooser.name)
 
 
 def is_half(policy: Any) -> bool:

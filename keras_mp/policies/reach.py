@@ -12,7 +12,7 @@ from keras_mp.display.messages import warn
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.paths import layer_path
-from keras_mp.policies.policy import chooser_of, was_asked_for
+from keras_mp.policies.policy import chooser_of, policies_in, was_asked_for
 
 # The models that were warned about, or need no warning.
 _examined: weakref.WeakSet = weakref.WeakSet()
@@ -41,9 +41,8 @@ def warn_of_unmatched(model: Any, policy: Any) -> None:
     if not all(layer.built for layer in layers):
         return
     _examined.add(model)
-    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
-    policies = [policy.default_policy, *policy.values()] if is_map else [policy]
-    for path, sentence, remedy in _unmatched(model, layers, map(chooser_of, policies)):
+    choosers = map(chooser_of, policies_in(policy))
+    for path, sentence, remedy in _unmatched(model, layers, choosers):
         warn(f"{path} {sentence} {remedy}")
 
 

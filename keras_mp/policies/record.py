@@ -36,6 +36,7 @@ class Record:
     """What is remembered about one layer.
 
     Attributes:
+        layer: a weak reference to it.
         decision: the `Decision` about its policy, or None.
         chosen: the policy under which it was last called for the first time.
         path: its path in the outermost model, or empty; see `paths`.
@@ -53,13 +54,13 @@ class Record:
             "nothing", the largest "classes", or "logits".
     """
 
-    __slots__ = ("_layer", *_REMEMBERED)
+    __slots__ = ("layer", *_REMEMBERED)
 
     def __init__(self, layer: Any) -> None:
         # By id, not in a WeakKeyDictionary: every call of a layer looks here, and
         # `dict.get` runs no Python code.
         key = id(layer)
-        self._layer = weakref.ref(layer, lambda _: records.pop(key, None))
+        self.layer = weakref.ref(layer, lambda _: records.pop(key, None))
         self.decision: Any = None
         self.chosen: Any = None
         self.path = ""

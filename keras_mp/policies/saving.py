@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.policies.choosing import IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, keras_path, policy_of
 from keras_mp.policies.policy import ChoosingPolicy, Decision, chooser_of
@@ -118,6 +119,7 @@ def with_decisions(layer: Any, pickled: tuple) -> tuple:
 
 
 def _unpickled(function: Callable, arguments: tuple, decisions: dict[int, Any]) -> Any:
+    wanted.half_precision()
     layer = function(*arguments)
     within = private.layers_in(layer)
     for number, (rule, head) in decisions.items():

@@ -14,6 +14,7 @@ from keras import KerasTensor
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import called_with, children_of, is_graph
+from keras_mp.policies.record import record_of, records
 
 
 def refresh(model: Any, changed: list[Any] | None = None) -> None:
@@ -33,6 +34,52 @@ def refresh(model: Any, changed: list[Any] | None = None) -> None:
     for layer in private.layers_in(model):
         if is_graph(layer):
             _refresh(layer, stale, done)
+
+
+def make_up(model: Any) -> None:
+    """Calls layers of a model on symbolic tensors that nobody has seen called before.
+
+    They were called before the seams were in: what a first call shows is known then.
+    The dtypes of a model's arguments have to be guessed; it stays unseen if that fails.
+    """
+    if all(_is_seen(layer) for layer in private.layers_in(model)):
+        return
+    with contextlib.suppress(SymbolicCallError):
+        refresh(model)
+    for layer in private.layers_in(model):
+        if isinstance(layer, keras.Model) and not _is_seen(layer):
+            _first_call(layer)
+
+
+def _is_seen(layer: Any) -> bool:
+    if not layer.built or is_graph(layer) or isinstance(layer, keras.layers.InputLayer):
+        return True  # Of a graph only its layers matter.
+    record = records.get(id(layer))
+    return record is not None and record.chosen is not None
+
+
+def _first_call(model: Any) -> None:
+    given = model.get_build_config() or {}
+    for dtype in ("float32", "int32"):
+        args = [_tensors(given[x], dtype) for x in ("input_shape",) if x in given]
+        kwargs = {
+            name.rsplit("_", 1)[0]: _tensors(shape, dtype)
+            for name, shape in given.get("shapes_dict", {}).items()
+        }
+        try:
+            _call(model, tuple(args), kwargs)
+        except SymbolicCallError:
+            record_of(model).called_with = None
+        else:
+            return
+
+
+def _tensors(shapes: Any, dtype: str) -> Any:
+    if isinstance(shapes, dict):
+        return {name: _tensors(shape, dtype) for name, shape in shapes.items()}
+    if any(isinstance(x, (dict, list, tuple)) for x in shapes):
+        return [_tensors(shape, dtype) for shape in shapes]
+    return KerasTensor(shapes, dtype)
 
 
 def call_again(model: Any) -> None:

@@ -10,8 +10,10 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16
+from keras_mp.policies import heads
 from keras_mp.replaced import replaced
 from keras_mp.rounding.holders import hold
 from keras_mp.rounding.scope import RoundingScope
@@ -69,6 +71,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
                 "`seed` must be a whole number from 0 to 2**31 - 1. Received: "
                 f"seed={seed!r}."
             )
+        wanted.half_precision()
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
         self.slot_dtype = slot_dtype
@@ -186,7 +189,9 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
         inner = keras.saving.deserialize_keras_object(
             config["inner_optimizer"], custom_objects=custom_objects
         )
-        return cls(**{**config, "inner_optimizer": inner})
+        return heads.from_file(
+            {**config, "inner_optimizer": inner}, lambda config: cls(**config)
+        )
 
     def __dir__(self) -> list[str]:
         # Keras' saving goes on to what dir() names, and would write a second copy.

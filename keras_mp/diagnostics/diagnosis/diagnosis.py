@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import unseen, wanted
 from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.departure import Comparison, Departure, layer_of
 from keras_mp.diagnostics.diagnosis.diagnosis_report import Report
@@ -75,6 +76,8 @@ def diagnose(
     check_verbose(verbose)
     check_compiled(model)
     batch = one_batch(model, x, y, sample_weight)
+    wanted.half_precision()
+    unseen.make_up(model)
     with progress_bar(4, verbose) as show:
         return _diagnosis(model, batch, show)
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import unseen, wanted
 from keras_mp.diagnostics.data import one_batch
 from keras_mp.diagnostics.diagnosis.diagnosis import check_compiled, loss_scale_of
 from keras_mp.diagnostics.float32_search.agreement import (
@@ -98,6 +99,8 @@ def find_float32_layers(
     batch = one_batch(model, x, y, sample_weight)
     if not model.built:
         model(batch[0])
+    wanted.half_precision()
+    unseen.make_up(model)
     choose, scales = half_policies(model), _scales(model)
     with temporary_policies(model, choose):
         policy = policy_name(model)

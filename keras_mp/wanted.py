@@ -1,0 +1,28 @@
+"""The doors: whoever is asked for half precision says so here, and the seams go in.
+
+On the ground, so that a policy and an optimizer can say it, which stand below the
+seams. `seams` sets `put_in`, and `done`.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+def _nothing() -> None:
+    """What there is to put in until `seams` has been imported."""
+
+
+put_in: Callable[[], None] = _nothing
+done = False
+# A second thread that asks meanwhile waits until all seams are in.
+lock = threading.RLock()
+
+
+def half_precision() -> None:
+    """Puts the seams in, unless they are in already.
+
+    Raises:
+        ImportError: if this Keras lacks what one of them wraps. None is in then.
+    """
+    if not done:
+        put_in()
