@@ -50,17 +50,18 @@ def replaced(
     new: dict[str, Any] = {}
     with _of_all_threads if shared else contextlib.nullcontext():
         try:
-            for name, wrap in wrappers.items():
-                with _lock:
-                    new[name] = wrap(getattr(owner, name))
-                    own = vars(owner).get(name, _ABSENT)
-                    _values.setdefault((id(owner), name), [own]).append(new[name])
-                    _put(owner, name, new[name])
-            yield
-        finally:
-            for name, value in new.items():
-                with _lock:
-                    _take_back(owner, name, value)
+            try:
+                for name, wrap in wrappers.items():
+                    with _lock:
+                        new[name] = wrap(getattr(owner, name))
+                        own = vars(owner).get(name, _ABSENT)
+                        _values.setdefault((id(owner), name), [own]).append(new[name])
+                        _put(owner, name, new[name])
+                yield
+            finally:
+                _take_back(owner, new)
+        finally:  # Again, because an interrupt may have come in between.
+            _take_back(owner, new)
 
 
 def instead(new: Any) -> Callable[[Any], Any]:
@@ -68,13 +69,16 @@ def instead(new: Any) -> Callable[[Any], Any]:
     return lambda original: new
 
 
-def _take_back(owner: Any, name: str, value: Any) -> None:
-    own, *others = _values.get((id(owner), name), [vars(owner).get(name, _ABSENT)])
-    left = [own, *(x for x in others if x is not value)]
-    _put(owner, name, left[-1])
-    _values[id(owner), name] = left
-    if len(left) == 1:
-        del _values[id(owner), name]
+def _take_back(owner: Any, new: Mapping[str, Any]) -> None:
+    for name, value in new.items():
+        key = id(owner), name
+        with _lock:
+            own, *others = _values.get(key, [vars(owner).get(name, _ABSENT)])
+            left = [own, *(x for x in others if x is not value)]
+            _put(owner, name, left[-1])
+            _values[key] = left
+            if len(left) == 1:
+                del _values[key]
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
