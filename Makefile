@@ -37,7 +37,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 # Without conftest.py, which imports what only `make test` installs.
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
-.PHONY: help demo docs test test-slow test-fast test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
+.PHONY: help demo docs test test-slow test-fast test-without-kernels test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
   tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps dist clean $(TESTS) $(SLOW_TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
@@ -50,6 +50,7 @@ help:
 	@echo "make test    run the tests on: $(BACKENDS)  (one alone: make test-jax)"
 	@echo "make test-slow    run those that take long and are rarely red"
 	@echo "make test-fast    run those that are quick, on torch"
+	@echo "make test-without-kernels   run them without kernels"
 	@echo "make test-notebooks   run every notebook on every backend"
 	@echo "make test-versions    run them on old and new versions of Keras and its backends"
 	@echo "make check   format, lint, check types"
@@ -99,6 +100,13 @@ FAST := bad_input bfloat16 callbacks comparison compile conversion diagnosis \
 test-fast: $(TEST)
 	KERAS_BACKEND=torch $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" \
 	  $(FAST:%=tests/test_%.py)
+
+# What is right stays right without the kernels, which only make it faster or smaller.
+test-without-kernels: $(TEST)
+	for backend in $(BACKENDS); do \
+	  KERAS_MP_KERNELS=0 KERAS_BACKEND=$$backend $(BIN)/python -m pytest $(PYTEST_ARGS) \
+	    -m "not slow" || exit 1; \
+	done
 
 # Every notebook on every backend: `make test` runs most of them on one.
 test-notebooks: $(TEST)

@@ -4,11 +4,14 @@ import os
 import pathlib
 import re
 import shutil
-import textwrap
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras_mp  # noqa: E402
+from keras_mp.backends.operations import KERNELS, REPAIRS  # noqa: E402
+from keras_mp.display.tables import Table  # noqa: E402
+from keras_mp.replaced import REPLACED  # noqa: E402
+from keras_mp.seams import OF_SHARDS, SEAMS  # noqa: E402
 
 DOCS = pathlib.Path(__file__).parent
 GENERATED = DOCS / "_generated"
@@ -65,13 +68,37 @@ def _markdown_as_rst(app, what, name, obj, options, lines) -> None:
 def _write_what_the_code_says(app) -> None:
     """What stays in float32, and what is wrapped or replaced, from the code itself."""
     rules = keras_mp.MixedFloat16().rules.table().markdown()
-    seams = re.findall(r"^(?:    \S.*\n)(?: {8}.*\n)*", keras_mp.seams.__doc__, re.M)
+    seams = Table(
+        ["Keras", "what the wrapper does"],
+        [[_code(x.methods), x.does] for x in (*SEAMS, *OF_SHARDS)],
+    )
+    columns = ["operation", "backend", "what the wrapper does"]
+    repairs = Table(columns, map(_row, REPAIRS))
+    kernels = Table(
+        [*columns, "what it gains", "private names"],
+        [
+            [*_row(x), x.gain, _code(n.replace(":", ".") for n in x.needs)]
+            for x in KERNELS
+        ],
+    )
+    replaced = "".join(f"- {what}\n" for what in REPLACED.values())
     GENERATED.mkdir(exist_ok=True)
-    (GENERATED / "rules.md").write_text(f"{rules}\n", encoding="utf-8")
-    text = f"```text\n{textwrap.dedent(''.join(seams))}```\n"
-    (GENERATED / "seams.md").write_text(text, encoding="utf-8")
-    rows = (f"- {what}\n" for what in keras_mp.replaced.REPLACED.values())
-    (GENERATED / "replaced.md").write_text("".join(rows), encoding="utf-8")
+    for name, text in {
+        "rules": rules,
+        "seams": seams.markdown(),
+        "repairs": repairs.markdown(),
+        "kernels": kernels.markdown(),
+        "replaced": replaced,
+    }.items():
+        (GENERATED / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _code(names) -> str:
+    return " ".join(f"`{name}`" for name in names)
+
+
+def _row(row) -> list[str]:
+    return [_code(row.operations.split()), row.backends, row.does]
 
 
 def setup(app) -> None:

@@ -13,12 +13,12 @@ with needed("keras_mp", "rich", *BACKENDS):
 from keras_mp import callbacks
 from keras_mp.config import global_policy, policy_scope, set_global_policy
 from keras_mp.conversion import convert
+from keras_mp.installing import install, uninstall
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.policy import BFloat16, MixedBFloat16, MixedFloat16, Policy
 from keras_mp.policies.stock_rules import keep_float32
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
-from keras_mp.seams import install, uninstall
 from keras_mp.sharding import fully_shard
 
 if TYPE_CHECKING:

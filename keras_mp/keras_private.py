@@ -30,14 +30,32 @@ def moved(name: str) -> ImportError:
     )
 
 
+class Missing:
+    """Stands for a name that this Keras has not got; to use it is an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise moved(self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise moved(self._name)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        raise moved(self._name)
+
+    def error(self) -> ImportError:
+        """The error that it is if nothing works without it."""
+        return moved(self._name)
+
+
 def _find(*paths: str) -> Any:
     """The first of these names, "module:name", that Keras has: versions move some."""
     for path in paths:
-        try:
+        with contextlib.suppress(ImportError, AttributeError):
             return resolve_name(path)
-        except (ImportError, AttributeError):
-            continue
-    raise moved(" or ".join(path.replace(":", ".") for path in paths))
+    return Missing(" or ".join(path.replace(":", ".") for path in paths))
 
 
 # Modules and functions -------------------------------------------------------------
@@ -83,6 +101,73 @@ tracebacks = _find("keras.src.utils:traceback_utils")
 INCLUDE_FRAME = "include_frame"
 _global_state = _find("keras.src.backend.common:global_state")
 _NAMES = "object_name_uids"
+
+# Without these an operation is not found, or an error shows more frames.
+_OPTIONAL = (
+    "backend_core",
+    "backend_nn",
+    "backend_numpy",
+    "backend_random",
+    "backend_remat",
+    "backend_rnn",
+    "ops_nn",
+    "tracebacks",
+    "_adapters",
+)
+
+
+def check() -> None:
+    """Raises an ImportError if this Keras lacks a name that all else stands on.
+
+    What is only read, as an attribute that may be missing, or set, would be wrong in
+    silence if it had another name: Keras' own code must have these.
+    """
+    for name, value in globals().items():
+        if isinstance(value, Missing) and name not in _OPTIONAL:
+            raise value.error()
+    for owner, *names in (
+        (layers.Layer, "current_call_ctx", CONVERT_INPUTS, DTYPE_POLICY),
+        (policy_module, "dtype_policy"),
+        (AutocastScope, "autocast_scope"),
+    ):
+        used = _names_used_by(owner)
+        for name in names:
+            if name not in used:
+                raise moved(f"{owner.__name__}: {name}")
+
+
+def _names_used_by(owner: Any) -> set[Any]:
+    functions = (inspect.unwrap(x) for x in vars(owner).values() if callable(x))
+    codes = [x.__code__ for x in functions if inspect.isfunction(x)]
+    return {name for code in codes for name in (*code.co_names, *code.co_consts)}
+
+
+def place_of(operation: str) -> tuple[Any, str] | None:
+    """The module or class where Keras looks an operation up, and its name there.
+
+    `keras.ops` looks in one of the modules of the backend; for `tanh`, which is in two,
+    that is the module of NumPy's names. None if this Keras has it nowhere.
+    """
+    owner, _, name = operation.rpartition(".")
+    places: Iterable[Any] = (
+        backend_core,
+        backend_numpy,
+        backend_nn,
+        backend_rnn,
+        backend_remat,
+    )
+    if owner:
+        kinds = (
+            keras.Variable,
+            keras.initializers.Orthogonal,
+            layers.BatchNormalization,
+        )
+        places = next(kind.__mro__ for kind in kinds if kind.__name__ == owner)
+    if operation == "normalize":
+        places, name = (ops_nn,), NORMALIZE
+    elif operation == "Variable.assign":
+        name = WRITE
+    return next(((place, name) for place in places if name in vars(place)), None)
 
 
 def names_given() -> dict[str, int]:
@@ -240,7 +325,10 @@ def default_in_map(policies: Any) -> Any:
 
 def drop_internal_frames(error: BaseException) -> None:
     """Removes what Keras removes from a traceback, unless the user wants to see it."""
-    if keras.config.is_traceback_filtering_enabled():
+    if (
+        not isinstance(tracebacks, Missing)
+        and keras.config.is_traceback_filtering_enabled()
+    ):
         error.__traceback__ = tracebacks._process_traceback_frames(error.__traceback__)
 
 

@@ -1,59 +1,8 @@
-"""The seams: the methods of Keras that keras_mp wraps.
+"""The seams: the methods of Keras that the promises need, each with its wrapper.
 
-Each wrapper is set on the class that defines the method, and has no logic of its own:
-
-    Layer.__init__               rules about classes choose the layer's policy
-    Layer.__call__               the first call chooses it by all other rules; the
-                                 outermost call of a model returns float32
-    Layer.stateless_call         returns float32, too
-    Layer.compute_output_spec    says so; so do Functional's and Sequential's
-    Layer.get_config             files hold stock policies; so does the `get_config` of
-                                 a model's own class
-    Layer.__reduce__             copies keep what was decided for each layer
-    Layer.add_loss               losses are float32
-    Sequential.build             the input is float32
-    Function._run_through_graph  what is handed out is what other outputs are made from
-    Trainer.compile              wraps the optimizer, keeps the outputs in float32
-    Trainer.get_compile_config   files say which float32 layers are heads
-    Trainer.compile_from_config  reads that from the file
-    Trainer.make_train_function  watches the train step
-    Trainer.get_metrics_result   nothing, not 0, if every step of an epoch was skipped
-    Trainer.fit, evaluate, predict  if interrupted, leave a model its values on JAX, and
-                                 torch's grad mode as it was
-    Trainer.make_test_function, make_predict_function  the same; they watch first steps
-    Model.export                 files for LiteRT compute in float32
-    Model.save, save_weights     one process writes the file of a sharded model
-    Optimizer.apply              warns if float16 layers lack loss scaling, or if
-                                 bfloat16 weights lose the updates
-    Optimizer.add_variable_from_reference  slots are sharded as their weight is
-    Optimizer.load_own_variables  a file that another wrapper wrote resumes
-    traceback_utils.include_frame  a user's traceback leaves our frames out, too
-    Orthogonal.__call__, ops.normalize  compute in float32 what half precision cannot
-    LossScaleOptimizer.scale_loss  Keras' own: it scales what it holds
-    keras.config.dtype_policy    the policy of the process, in every thread
-    keras.config.set_dtype_policy  changes it
-    keras.mixed_precision.global_policy, set_global_policy  the same two
-
-and what the backend's `repairs` name:
-
-    dot_product_attention        is safe in half precision, and fused on JAX
-    add, subtract, multiply      sum their gradients in float32
-    matmul, einsum, conv         have half-precision operands in a model's heads
-    softmax, sparse_categorical_crossentropy  read a head's logits once, or in chunks
-    categorical_crossentropy     reads them in chunks
-    argmax                       takes what the loss has found
-    divide, tanh, where          let the loss know what was done to them
-    gelu, selu                   keep their slopes alone for the gradient
-    relu                         keeps its result alone after a conv, conv_transpose or
-                                 depthwise_conv
-    moments                      has a gradient of one pass
-    lstm, bidirectional_lstm     are cast to float32 around cuDNN
-    arange                       runs in float16 graphs
-    remat                        computes again in the precision of the first run
-    BatchNormalization.call      is one kernel on torch
-    Variable's write             reaches the variable within a call in half precision,
-                                 and the shards of a sharded one
-    convert_to_numpy, Variable's __array__  gather the shards of a sharded variable
+A wrapper is set on the class that defines the method, keeps its name, its signature and
+its docstring, and has no logic of its own. What is wrong or slow in half precision
+stands in two more tables, in `backends/operations.py`; `installing` sets all three.
 """
 
 import contextlib
@@ -62,21 +11,14 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
-from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp import compiling, first_step, fitting, wanted
+from keras_mp import compiling, first_step, fitting
 from keras_mp.backends import engine
-from keras_mp.backends.interface import HALF
-from keras_mp.config import (
-    give_back_global_policy,
-    note_global_policy,
-    restore_global_policy,
-    show_scope,
-)
+from keras_mp.config import note_global_policy, restore_global_policy, show_scope
 from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.loss_scaling import resuming, stage, unscaled
 from keras_mp.loss_scaling.models import losses_in_float32
@@ -100,56 +42,66 @@ from keras_mp.rounding import lost
 from keras_mp.sharding import warn_of_torchs_own
 
 
-def install() -> None:
-    """Wraps methods of Keras, as asking for half precision does.
+class Seam(NamedTuple):
+    """A wrapper of methods, or functions, of Keras.
 
-    It does nothing if they are wrapped already.
+    Attributes:
+        methods: "Model.compile", for example: the keys of OWNERS say whose they are.
+        does: what the wrapper does.
+        wrap: makes it of the method.
+    """
+
+    methods: tuple[str, ...]
+    does: str
+    wrap: Callable[[Callable], Callable]
+
+
+OWNERS = {
+    "Layer": keras.layers.Layer,
+    "Functional": private.Functional,
+    "Sequential": keras.Sequential,
+    "Model": keras.Model,
+    "Optimizer": keras.optimizers.Optimizer,
+    "LossScaleOptimizer": keras.optimizers.LossScaleOptimizer,
+    "dtype_policies": private.policy_module,
+    "config": keras.config,
+    "mixed_precision": keras.mixed_precision,
+}
+
+
+def home_of(method: str) -> Any:
+    """The class or module that has a method of `SEAMS`.
+
+    Not keras.Model: Keras compares its methods with those of the class that defines
+    them, when it loads a model.
 
     Raises:
-        ImportError: if this Keras lacks one of them. None is wrapped then.
+        ImportError: if this Keras has it nowhere.
     """
-    with wanted.lock:
-        for name, owner, seam in _seams():
-            original = vars(owner)[name]
-            if not hasattr(original, "_keras_mp_original"):
-                wrapper: Any = functools.wraps(original)(seam(original))
-                wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
-                setattr(owner, name, wrapper)
-        for model_class in _subclasses(private.Functional):
-            _wrap_own_get_config(model_class)
-        wanted.done = True
+    name, _, attribute = method.rpartition(".")
+    owner = OWNERS[name]
+    places = owner.__mro__ if isinstance(owner, type) else (owner,)
+    found = next((place for place in places if attribute in vars(place)), None)
+    if found is None:
+        raise private.moved(method)
+    return found
 
 
-def uninstall() -> None:
-    """Gives Keras back as it is without keras_mp; does nothing if it is.
+# The models' classes seen so far with a `get_config` of their own -> that `get_config`.
+_own_get_configs: dict[Any, Callable] = {}
 
-    The wrappers go, and the global policy becomes Keras' own of the same name. Asking
-    for half precision again, or `install`, puts the wrappers back.
 
-    What was made before stays: a layer keeps the dtype policy that was chosen for it,
-    and a `LossScaleOptimizer` scales, but in `fit` a skipped step changes statistics,
-    metrics and logs. Layers that are created afterwards are Keras' own.
+def wrap_own_get_configs() -> None:
+    """Wraps the `get_config` of classes that exist: models may have been created."""
+    for model_class in _subclasses(private.Functional):
+        _wrap_own_get_config(model_class)
 
-    Example:
 
-    ```python
-    keras_mp.uninstall()
-    keras.layers.Dense(8)  # as if keras_mp had not been imported
-    keras_mp.install()
-    ```
-    """
-    with wanted.lock:
-        give_back_global_policy()
-        inputs.give_back()
-        for name, owner, _ in _seams():
-            marks = vars(vars(owner)[name])
-            # Another library's wrapper round ours has our marks, copied by functools.
-            if marks.get("_keras_mp_self") is vars(owner)[name]:
-                setattr(owner, name, marks["_keras_mp_original"])
-        while _own_get_configs:
-            owner, get_config = _own_get_configs.popitem()
-            owner.get_config = get_config
-        wanted.done = False
+def unwrap_own_get_configs() -> None:
+    """Gives each class its own `get_config` back."""
+    while _own_get_configs:
+        owner, get_config = _own_get_configs.popitem()
+        owner.get_config = get_config
 
 
 def _subclasses(kind: type) -> Iterator[type]:
@@ -159,85 +111,8 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(each)
 
 
-# The models' classes seen so far with a `get_config` of their own -> that `get_config`.
-_own_get_configs: dict[Any, Callable] = {}
-
-
-def _seams() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
-    methods = [
-        ("__init__", keras.layers.Layer, _layer_init),
-        ("__call__", keras.layers.Layer, _layer_call),
-        ("stateless_call", keras.layers.Layer, _stateless_call),
-        *(("compute_output_spec", owner, _output_spec) for owner in _with_specs),
-        ("get_config", keras.layers.Layer, _layer_get_config),
-        ("__reduce__", keras.layers.Layer, _reduce),
-        ("add_loss", keras.layers.Layer, _add_loss),
-        ("build", keras.Sequential, _sequential_build),
-        (private.RUN, private.Functional, hidden.run_through_graph),
-        ("compile", keras.Model, _compile),
-        ("get_compile_config", keras.Model, _get_compile_config),
-        ("compile_from_config", keras.Model, _compile_from_config),
-        ("make_train_function", keras.Model, _make_train_function),
-        ("make_test_function", keras.Model, _make("test_function")),
-        ("make_predict_function", keras.Model, _make("predict_function")),
-        ("get_metrics_result", keras.Model, _get_metrics_result),
-        ("export", keras.Model, _export),
-        ("save", keras.Model, _save),
-        ("save_weights", keras.Model, _save),
-        ("apply", keras.optimizers.Optimizer, _apply),
-        ("add_variable_from_reference", keras.optimizers.Optimizer, _add_slot),
-        ("load_own_variables", keras.optimizers.Optimizer, _load_optimizer),
-        ("scale_loss", keras.optimizers.LossScaleOptimizer, _scale_loss),
-        ("__call__", keras.initializers.Orthogonal, _orthogonal),
-    ]
-    # `keras.ops` looks an operation up in one of the modules; for `tanh`, which is in
-    # two, that is the module of NumPy's names.
-    modules = private.backend_core, private.backend_numpy, private.backend_nn
-    others = private.backend_rnn, private.backend_remat
-    backend = *modules, *others, *keras.Variable.__mro__
-    repairs = engine.repairs().items()
-    return [
-        *((name, _definer(name, owner), seam) for name, owner, seam in methods),
-        *((name, _home(name, place), seam) for name, place, seam in _of_policies()),
-        (private.NORMALIZE, _home(private.NORMALIZE, private.ops_nn), _normalize),
-        (private.INCLUDE_FRAME, private.tracebacks, _include_frame),
-        *((name, _home(name, *backend), repair) for name, repair in repairs),
-        *(("call", kind, repair) for kind, repair in engine.repaired_layers().items()),
-        *(
-            (name, _definer(name), seam)
-            for name, seam in engine.interruptible().items()
-        ),
-    ]
-
-
-_with_specs = (keras.layers.Layer, private.Functional, keras.Sequential)
-
-
-def _of_policies() -> list[tuple[str, Any, Callable[[Callable], Callable]]]:
-    """Where the functions that return and set the global policy are looked up."""
-    return [
-        *(("dtype_policy", place, _dtype_policy) for place in _policy_modules),
-        *(("set_dtype_policy", place, _set_dtype_policy) for place in _policy_modules),
-        ("global_policy", keras.mixed_precision, _dtype_policy),
-        ("set_global_policy", keras.mixed_precision, _set_dtype_policy),
-    ]
-
-
-_policy_modules = (private.policy_module, keras.config, keras.mixed_precision)
-
-
-def _home(name: str, *places: Any) -> Any:
-    """The first of these modules or classes that defines the name."""
-    for place in places:
-        if name in vars(place):
-            return place
-    raise private.moved(f"{places[0].__name__}.{name}")
-
-
-def _definer(name: str, owner: type = keras.Model) -> Any:
-    # Not keras.Model: Keras compares its methods with those of the class that defines
-    # them, when it loads a model.
-    return _home(name, *owner.__mro__)
+# Where the functions that return and set the global policy are looked up.
+_POLICY_MODULES = ("dtype_policies", "config", "mixed_precision")
 
 
 def _dtype_policy(original: Callable) -> Callable:
@@ -553,7 +428,8 @@ def _scale_loss(original: Callable) -> Callable:
     return scale_loss
 
 
-def _include_frame(original: Callable) -> Callable:
+def include_frame(original: Callable) -> Callable:
+    # No promise needs it.
     def include_frame(fname: str) -> bool:
         return not fname.startswith(_FOLDER) and original(fname)
 
@@ -563,26 +439,116 @@ def _include_frame(original: Callable) -> Callable:
 _FOLDER = os.path.dirname(__file__) + os.sep
 
 
-def _orthogonal(original: Callable) -> Callable:
-    def __call__(self: Any, shape: Any, dtype: Any = None) -> Any:
-        if dtype is None or keras.backend.standardize_dtype(dtype) not in HALF:
-            return original(self, shape, dtype)
-        # Recurrent layers start like this, and no backend decomposes matrices in half.
-        return ops.cast(original(self, shape, "float32"), dtype)
-
-    return __call__
-
-
-def _normalize(original: Callable) -> Callable:
-    # Its epsilon of 1e-7 is no float16 number, and the inverse of it is infinite.
-    def normalize(x: Any, *args: Any, **kwargs: Any) -> Any:
-        x = ops.convert_to_tensor(x)
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        if dtype not in HALF:
-            return original(x, *args, **kwargs)
-        return ops.cast(original(ops.cast(x, "float32"), *args, **kwargs), dtype)
-
-    return normalize
-
-
-wanted.put_in = install
+SEAMS = (
+    Seam(
+        ("Layer.__init__",),
+        "rules about classes choose the layer's policy",
+        _layer_init,
+    ),
+    Seam(
+        ("Layer.__call__",),
+        "the first call chooses it by all other rules; the outermost call of a model "
+        "returns float32",
+        _layer_call,
+    ),
+    Seam(("Layer.stateless_call",), "returns float32, too", _stateless_call),
+    Seam(
+        (
+            "Layer.compute_output_spec",
+            "Functional.compute_output_spec",
+            "Sequential.compute_output_spec",
+        ),
+        "says so",
+        _output_spec,
+    ),
+    Seam(
+        ("Layer.get_config",),
+        "files hold stock policies; so does the `get_config` of a model's own class",
+        _layer_get_config,
+    ),
+    Seam(("Layer.__reduce__",), "copies keep what was decided for each layer", _reduce),
+    Seam(("Layer.add_loss",), "losses are float32", _add_loss),
+    Seam(("Sequential.build",), "the input is float32", _sequential_build),
+    Seam(
+        (f"Functional.{private.RUN}",),
+        "what is handed out is what other outputs are made from",
+        hidden.run_through_graph,
+    ),
+    Seam(
+        ("Model.compile",),
+        "wraps the optimizer, keeps the outputs in float32",
+        _compile,
+    ),
+    Seam(
+        ("Model.get_compile_config",),
+        "files say which float32 layers are heads",
+        _get_compile_config,
+    ),
+    Seam(
+        ("Model.compile_from_config",),
+        "reads that from the file",
+        _compile_from_config,
+    ),
+    Seam(
+        ("Model.make_train_function",),
+        "watches the train step: a skipped one leaves no trace",
+        _make_train_function,
+    ),
+    Seam(
+        ("Model.make_test_function",),
+        "watches the first step, and an interrupt leaves a model its values",
+        _make("test_function"),
+    ),
+    Seam(("Model.make_predict_function",), "the same", _make("predict_function")),
+    Seam(
+        ("Model.get_metrics_result",),
+        "nothing, not 0, if every step of an epoch was skipped",
+        _get_metrics_result,
+    ),
+    Seam(("Model.export",), "files for LiteRT compute in float32", _export),
+    Seam(
+        ("Optimizer.apply",),
+        "warns if float16 layers lack loss scaling, or if bfloat16 weights lose the "
+        "updates",
+        _apply,
+    ),
+    Seam(
+        ("Optimizer.load_own_variables",),
+        "a file that another wrapper wrote resumes",
+        _load_optimizer,
+    ),
+    Seam(
+        ("LossScaleOptimizer.scale_loss",),
+        "Keras' own: it scales what it holds",
+        _scale_loss,
+    ),
+    Seam(
+        (
+            *(f"{place}.dtype_policy" for place in _POLICY_MODULES),
+            "mixed_precision.global_policy",
+        ),
+        "returns the policy of the process, in every thread",
+        _dtype_policy,
+    ),
+    Seam(
+        (
+            *(f"{place}.set_dtype_policy" for place in _POLICY_MODULES),
+            "mixed_precision.set_global_policy",
+        ),
+        "changes it",
+        _set_dtype_policy,
+    ),
+)
+# For sharded weights alone: `fully_shard` puts them in.
+OF_SHARDS = (
+    Seam(
+        ("Model.save", "Model.save_weights"),
+        "one process writes the file of a sharded model",
+        _save,
+    ),
+    Seam(
+        ("Optimizer.add_variable_from_reference",),
+        "slots are sharded as their weight is",
+        _add_slot,
+    ),
+)

@@ -66,7 +66,7 @@ def fully_shard(model: keras.Model, mesh: Any = None) -> keras.Model:
             "`model` must be built, so that it has weights. Received: model "
             f"{model.name!r}, which has none. Call it on data, or `model.build`."
         )
-    wanted.half_precision()  # Whatever it computes in: a file gathers the shards.
+    wanted.sharding()  # Whatever it computes in: a file gathers the shards.
     engine.fully_shard(model, _groups(model), mesh)
     for reference, slot in _slots(getattr(model, "optimizer", None)):
         engine.shard_like(reference, slot)

@@ -86,13 +86,13 @@ def _measured(case: Any, ours: dict[str, Any], modes: Any) -> dict[str, Any]:
         results[dtype] = {}
         for name, policy in (("stock", f"mixed_{dtype}"), ("ours", ours[dtype])):
             if name == "stock":
-                keras_mp.seams.uninstall()
+                keras_mp.uninstall()
             try:
                 by_mode = _by_mode(case, dtype, policy, twin, expected)
                 if fitted:
                     by_mode["fit"] = fit(case, policy)
             finally:
-                keras_mp.seams.install()
+                keras_mp.install()
             results[dtype][name] = {m: _plain(o) for m, o in by_mode.items()}
     return results
 

@@ -53,7 +53,7 @@ class Run:
         keras.utils.set_random_seed(0)
         keras.config.set_dtype_policy("float32")
         if self.plain:
-            keras_mp.seams.uninstall()
+            keras_mp.uninstall()
         try:
             self._all_checks()
             return Result("ok", self.skipped)
@@ -61,7 +61,7 @@ class Run:
             return Result(str(failure), self.skipped)
         finally:
             keras.config.set_dtype_policy("float32")
-            keras_mp.seams.install()
+            keras_mp.install()
             gc.collect()
 
     def _all_checks(self) -> None:

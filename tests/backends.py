@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_mp
-from keras_mp import seams
+from keras_mp import installing
 
 BACKEND = keras.backend.backend()
 POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
@@ -42,11 +42,11 @@ def state_of(model):
 
 def without_us(function):
     """What a function returns while the seams are out of Keras."""
-    seams.uninstall()
+    installing.uninstall()
     try:
         return function()
     finally:
-        seams.install()
+        installing.install()
 
 
 def same_bits(before, after):

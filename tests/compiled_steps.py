@@ -147,11 +147,11 @@ def train_step(
     if monitored:
         keras_mp.callbacks.LossScaleMonitor(underflow=True).set_model(model)
     if not rolled_back:
-        keras_mp.seams.uninstall()
+        keras_mp.uninstall()
     try:
         model.make_train_function()
     finally:
-        keras_mp.seams.install()
+        keras_mp.install()
     return step_of(model, data)
 
 

@@ -119,6 +119,7 @@ def half(request):
 @pytest.fixture(autouse=True)
 def fresh_keras():
     keras.utils.set_random_seed(0)
+    keras_mp.uninstall()  # A module of tests may have made a policy.
     yield
     keras_mp.uninstall()
     keras.config.set_dtype_policy("float32")

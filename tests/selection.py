@@ -1,10 +1,12 @@
 """Which tests run where, and when: what conftest.py makes of their marks.
 
 `once` and `slow` are given a reason. `once` and `trains_many` pick a backend; `slow`
-leaves a test to `make test-slow`, and `sampled` the greater part of a table.
+leaves a test to `make test-slow`, `sampled` the greater part of a table; `kernels` is
+left out where kernels are.
 """
 
 import dataclasses
+import os
 
 import keras
 import pytest
@@ -27,6 +29,8 @@ def is_at_home(item):
     # What a page looks like; the command in front of a stand-in for Keras.
     if {"browser", "work"} & {*item.fixturenames} or reason(item, "once"):
         return keras.backend.backend() == "jax"
+    if item.get_closest_marker("kernels") and os.environ.get("KERAS_MP_KERNELS") == "0":
+        return False
     if item.get_closest_marker("trains_many"):
         return keras.backend.backend() == "torch"
     return True

@@ -52,7 +52,7 @@ def test_the_gradient_is_a_product_with_slopes_rounded_once(activation, dtype):
     # Rounded to the nearest. In float32, too, 1 + tanh cancels: up to 5e-6 at x = -6.
     half_an_ulp = 0.51 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(slopes, exactly, rtol=half_an_ulp, atol=5e-6)
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     if activation is not EXACT:
         np.testing.assert_array_equal(found, values(activation, x)[0])
         assert not has_slopes(activation, x, "cuda")
@@ -66,7 +66,7 @@ def test_gelu_is_closer_to_the_truth_than_that_of_jax(dtype):
     density = np.exp(-(wide**2) / 2) / np.sqrt(2 * np.pi)
     truth = wide * at_most, at_most + wide * density
     errors = abs(values(EXACT, x) - truth)
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     own = abs(values(EXACT, x) - truth)
     assert (errors[:, wide < -4] < 1e-6).all()
     for start in range(-4, 8):
@@ -97,5 +97,5 @@ def test_float32_and_tpus_are_left_alone(activation):
     x = jnp.linspace(-6, 6, 101)
     assert not has_slopes(activation, x.astype("float16"), "tpu")
     ours = lowered(activation, x, "cuda")
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     assert lowered(activation, x, "cuda") == ours

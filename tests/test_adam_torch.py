@@ -77,6 +77,7 @@ def kernels_of_a_step(optimizer, variables, grads):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.kernels
 def test_the_update_is_one_kernel(name):
     variables = variables_of()
     grads = [torch.tensor(g) for g in BATCHES[0]]
@@ -140,6 +141,7 @@ def test_after_an_error_the_optimizer_is_as_it_was():
     np.testing.assert_array_equal(values(variables)[0], before[0])
 
 
+@pytest.mark.kernels
 def test_no_copy_of_the_weights_is_made():
     variables = [keras.Variable(np.ones((256, 256), "float32")) for _ in range(4)]
     optimizer = scaled(Adam(0.01))

@@ -57,6 +57,7 @@ def outcome(layer, x, training, factor):
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.kernels
 def test_it_is_one_kernel_and_as_keras(kind, options, axis, training, dtype):
     shape = SHAPES[kind]
     x = (GENERATOR.standard_normal(shape) * 3 + 1).astype("float32")
@@ -110,6 +111,7 @@ class OfTheUser(layers.BatchNormalization):
     """Might compute something else."""
 
 
+@pytest.mark.kernels
 def test_what_torch_does_otherwise_is_left_to_keras():
     x = torch.ones((4, 3, 5), dtype=torch.float16)
     stock = layer_like(x.shape, -1, "float16")

@@ -83,6 +83,7 @@ TABLE += [["all labels", "some ignored"], ["all", "no kernel", "no inputs"]]
 
 
 @pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
+@pytest.mark.kernels
 def test_loss_and_gradients_are_those_of_float64(case, made):
     half, with_bias, tied, axes, which, wanted = case
     labels = np.where(np.arange(24) % 3 == 1, -100, LABELS)
@@ -227,6 +228,7 @@ def trained(build, policy="mixed_bfloat16", softmax=False, loss=None, **options)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *LEFT])
+@pytest.mark.kernels
 def test_a_training_in_chunks_is_that_of_all_at_once(name, made, monkeypatch):
     build, options = (MODELS | LEFT)[name], {"softmax": name == "softmax"}
     _, in_chunks = trained(build, **options)
@@ -237,6 +239,7 @@ def test_a_training_in_chunks_is_that_of_all_at_once(name, made, monkeypatch):
         np.testing.assert_allclose(in_chunks[key], wanted, rtol=2e-3, err_msg=key)
 
 
+@pytest.mark.kernels
 def test_a_skipped_step_leaves_no_trace(made, monkeypatch):
     model, _ = trained(MODELS["Dense"], "mixed_float16")
     optimizer = model.optimizer
@@ -257,6 +260,7 @@ def test_ignored_classes_go_keras_way(made):
     assert made == []
 
 
+@pytest.mark.kernels
 def test_validation_reads_all_logits(made):
     trained(MODELS["Dense"], validation_data=(IDS, IDS))
     assert made == [3] * 3
@@ -284,6 +288,7 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("name", "logits"), [("no bias", 1), ("Dense", 2)])
+@pytest.mark.kernels
 def test_neither_their_gradient_nor_probabilities_are_there_as_a_whole(name, logits):
     model, _ = trained(MODELS[name])
     x, y = torch.tensor(IDS), torch.tensor((IDS + 1) % CLASSES)
@@ -295,6 +300,7 @@ def test_neither_their_gradient_nor_probabilities_are_there_as_a_whole(name, log
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.kernels
 def test_torch_compile_makes_one_graph_of_a_loss_at_once(made):
     operands = HalfOperands("bfloat16", "bfloat16", False, "in chunks")
     inputs, labels = torch.tensor(INPUTS), torch.tensor(LABELS)
@@ -329,6 +335,7 @@ def test_a_gradient_of_logits_that_somebody_wants_is_there(made):
     torch.testing.assert_close(hooked[0], kept)
 
 
+@pytest.mark.kernels
 def test_asked_for_afterwards_a_gradient_of_logits_is_an_error(made):
     with half_operands(HalfOperands("bfloat16", "bfloat16", False, "in chunks")):
         logits = ops.matmul(

@@ -10,7 +10,7 @@ from backends import BACKEND, computes, dtype_of, same_bits, values
 
 import keras_mp
 from keras_mp import LossScaleOptimizer
-from keras_mp.seams import install, uninstall
+from keras_mp.installing import install, uninstall
 
 layers = keras.layers
 X = np.linspace(-1, 1, 8, dtype="float32").reshape(4, 2)
@@ -589,6 +589,9 @@ def test_another_librarys_wrapper_round_ours_is_left_in_its_place(monkeypatch):
     assert vars(owner)[name] is theirs
     install()
     assert vars(owner)[name] is theirs
+    monkeypatch.undo()  # It goes, and ours is still there.
+    uninstall()
+    assert not hasattr(vars(owner)[name], "_keras_mp_original")
 
 
 @pytest.mark.parametrize(("owner", "name"), SEAMS)

@@ -9,6 +9,7 @@ if keras.backend.backend() != "jax":
 import jax
 import products
 
+import keras_mp
 from benchmarks.compiled import by_hand, steps
 from benchmarks.compiled.cases import CASES, Case
 from benchmarks.compiled.compiled_tables import tables
@@ -16,7 +17,6 @@ from benchmarks.compiled.devices import DEVICES
 from benchmarks.compiled.roofline import cost_of
 from benchmarks.compiled.suite import SUITE
 from benchmarks.models import dense
-from keras_mp import seams
 
 PROGRAM = """HloModule step
 
@@ -112,7 +112,7 @@ def test_the_step_of_keras_is_keras_own(way):
     case = Case("", lambda: dense(8, 4), 2, inputs=ends, target=ends)
     _, arguments = steps._step(case, DEVICES["H100"], way)
     installed = hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
-    seams.install()
+    keras_mp.install()
     assert installed == (way == "keras_mp")
     state, (x, y) = arguments
     assert len(state[0]) == 8 and x.shape == y.shape == (2, 8)

@@ -19,7 +19,7 @@ from keras import layers, ops
 
 import keras_mp
 import keras_mp.keras_private as private
-from keras_mp import unseen, wanted
+from keras_mp import installing, sharding, unseen, wanted
 
 # They are skipped on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whatever the loss scale:UserWarning")
@@ -212,6 +212,18 @@ def test_a_file_and_a_pickle_do_so_too(tmp_path):
     assert is_in()
 
 
+def test_sharding_brings_seams_of_its_own(monkeypatch):
+    monkeypatch.setattr(wanted, "shards", False)
+    monkeypatch.setattr(sharding.engine, "fully_shard", lambda *args: None)
+    keras_mp.install()
+    save = keras.Model.save
+    assert not hasattr(save, "_keras_mp_original")
+    keras_mp.fully_shard(small())
+    assert hasattr(keras.Model.save, "_keras_mp_original")
+    keras_mp.uninstall()
+    assert keras.Model.save is save
+
+
 WRONG = {
     "a name": lambda: keras_mp.set_global_policy("mixed_float61"),
     "a scope": lambda: keras_mp.policy_scope("half").__enter__(),
@@ -248,7 +260,9 @@ def test_threads_that_ask_at_once_find_all_of_it():
     def ask():
         start.wait()
         keras_mp.MixedFloat16()
-        seen.append(all(map(is_wrapped, keras_mp.seams._seams())))
+        seen.append(
+            all(is_wrapped(*place[:2]) for place in installing._places(wanted.kernels))
+        )
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -258,8 +272,7 @@ def test_threads_that_ask_at_once_find_all_of_it():
     assert seen == [True] * 8
 
 
-def is_wrapped(row):
-    name, owner, _ = row
+def is_wrapped(owner, name):
     return hasattr(vars(owner)[name], "_keras_mp_original")
 
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("installed")
 
 if BACKEND == "jax":
     import jax
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash_kernels
 
     from keras_mp.backends.jax import attention, cudnn_attention, splash_attention
 
@@ -285,11 +286,8 @@ def test_on_a_tpu_it_is_the_splash_kernel(case, monkeypatch):
     # result has in common with its own gradient is no product of matrices.
     assert text.count("@tpu_custom_call(") == 3
     assert text.count("dot_general") == text.count("batching_dims = [0, 1, 2]") == 1
-    monkeypatch.setattr(
-        splash_attention,
-        "make_splash_mha",
-        functools.partial(splash_attention.make_splash_mha, interpret=True),
-    )
+    make = functools.partial(splash_kernels.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_kernels, "make_splash_mha", make)
 
     def attend(*tensors, is_causal):
         scale = SIZE**-0.5
@@ -361,9 +359,10 @@ def test_jax_goes_on_asking_for_cudnn_elsewhere():
     with pytest.raises(RuntimeError, match="cuDNN"):
         ops.dot_product_attention(q, k, v, flash_attention=True)
     # And what was replaced for a while is JAX's own again.
-    from keras_mp.backends.jax import private
+    from jax._src.cudnn import fused_attention_stablehlo
 
-    assert vars(private._cudnn)[private._CHECK].__module__.startswith("jax.")
+    check = fused_attention_stablehlo.check_cudnn_version
+    assert check.__module__.startswith("jax.")
 
 
 @on_jax

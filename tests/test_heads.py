@@ -156,6 +156,7 @@ def compiled(model, **options):
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.sampled
+@pytest.mark.kernels
 def test_every_product_has_half_operands_and_the_head_float32_results(name, half):
     make, wide = HEADS[name]
     if name == "tied weights" and keras_mp.global_policy().name == "bfloat16":
@@ -221,6 +222,7 @@ def trained(model, loss=LOSS):
 
 
 @pytest.mark.parametrize("called_before", [False, True], ids=["compiled", "called"])
+@pytest.mark.kernels
 def test_what_a_subclassed_model_returns_is_its_head(called_before, half):
     model = Net()
     if called_before:
@@ -232,6 +234,7 @@ def test_what_a_subclassed_model_returns_is_its_head(called_before, half):
     assert (model.body.compute_dtype, model.head.compute_dtype) == (half, "float32")
 
 
+@pytest.mark.kernels
 def test_so_is_the_last_layer_of_a_model_within():
     keras_mp.set_global_policy("mixed_bfloat16")
 
@@ -246,6 +249,7 @@ def test_so_is_the_last_layer_of_a_model_within():
     assert trained(Outer()) == {"bfloat16": 4, "bfloat16 -> float32": 1}
 
 
+@pytest.mark.kernels
 def test_only_what_a_loss_reads_is(half):
     model = Net(lambda hidden, logits: {"hidden": hidden, "logits": logits})
     assert trained(model, {"logits": LOSS, "hidden": None})[f"{half} -> float32"] == 1
@@ -279,6 +283,7 @@ class MaskedHead(layers.Layer):
         return ops.cast(logits, self.compute_dtype) + self.bias
 
 
+@pytest.mark.kernels
 def test_of_a_head_made_of_layers_the_last_product_is_the_heads(half):
     ids = keras.Input((STEPS,), dtype="int32")
     embedding = layers.ReversibleEmbedding(CLASSES, WIDTH)
@@ -314,6 +319,7 @@ def test_products_of_other_heads_stay_in_float32(name, half):
     assert set(products) <= {half, "float32"} and products["float32"] >= 2
 
 
+@pytest.mark.kernels
 def test_a_float16_gradient_is_half_only_where_the_loss_is_scaled(half):
     model = compiled(dense(), auto_scale_loss=False)
     products = products_of(model, *data_for(model))
@@ -397,6 +403,7 @@ def test_rounding_is_that_of_operands_and_not_of_results(spread, half):
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"], ids=["", "float32 by the user"])
+@pytest.mark.kernels
 def test_a_reopened_model_computes_what_it_did(dtype, half, tmp_path):
     model = compiled(dense(name="head", dtype=dtype))
     batch = data_for(model)

@@ -44,6 +44,7 @@ def test_without_the_kernel_products_stay_in_float32():
 
 
 @pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.kernels
 def test_a_float16_gradient_is_half_only_where_the_loss_is_scaled(scaled, monkeypatch):
     use_kernel(monkeypatch)
     keras_mp.set_global_policy("mixed_float16")
@@ -87,6 +88,7 @@ def small_integers(*shape):
 
 
 @pytest.mark.parametrize("subscripts", [*SHAPES, *OTHERS])
+@pytest.mark.kernels
 def test_an_einsum_of_two_matrices_goes_through_the_kernel(subscripts, monkeypatch):
     tensors = [small_integers(*s) for s in (SHAPES | OTHERS)[subscripts]]
     found, expected, fast = multiplied(
@@ -107,6 +109,7 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+@pytest.mark.kernels
 def test_a_convolution_of_single_pixels_does(name, data_format, monkeypatch):
     options, size, expected_fast = CONVOLUTIONS[name]
     x = small_integers(2, 4, 5, 6)

@@ -20,7 +20,7 @@ from keras import layers
 
 import keras_mp
 import keras_mp.keras_private as private
-from keras_mp import seams
+from keras_mp import installing
 from keras_mp.diagnostics.breakpoint.replay import replay
 
 PACKAGE = str(pathlib.Path(keras_mp.__file__).parent)
@@ -131,7 +131,7 @@ def patched(objects):
         for name, value in vars(x).items()
         if callable(value) and name not in ("train_function", "test_function")
     }
-    places = {(n, str(o)): vars(o)[n] for n, o, _ in seams._seams()}
+    places = {(n, str(o)): vars(o)[n] for o, n in installing._installed}
     return {
         "policy": keras_mp.global_policy(),
         "threads": state_of_threads(),

@@ -908,9 +908,9 @@ def without_seams():
     if keras_mp is None:
         yield
         return
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     yield
-    keras_mp.seams.install()
+    keras_mp.install()
 
 
 plain_keras = pytest.mark.usefixtures("without_seams")

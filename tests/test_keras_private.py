@@ -84,8 +84,14 @@ def test_each_name_has_its_test():
 
 def test_a_name_that_moved_is_an_error_of_one_sentence():
     message = "needs keras.src.gone.name, which Keras .* does not have: run `pip"
+    gone = private._find("keras.src.gone:name")
+    assert isinstance(gone, private.Missing)
     with pytest.raises(ImportError, match=message):
-        private._find("keras.src.gone:name")
+        gone()
+    with pytest.raises(ImportError, match=message):
+        gone.anything  # noqa: B018
+    with pytest.raises(ImportError, match=message):
+        isinstance(3, gone)
 
 
 @pytest.mark.once("It reads files of the repository.")
@@ -678,3 +684,14 @@ def test_each_compile_leaves_an_object_of_its_own():
     assert first.config is private.compile_config(model)
     model.compile("sgd", "mse")
     assert private.last_compile(model) is not first
+
+
+def test_keras_has_what_all_else_stands_on():
+    private.check()
+
+
+def test_operations_are_where_keras_looks_them_up():
+    for name in ("add", "relu", "normalize", "Variable.assign", "Orthogonal.__call__"):
+        place, attribute = private.place_of(name)
+        assert callable(vars(place)[attribute])
+    assert private.place_of("nonsense") is None

@@ -39,6 +39,7 @@ def counts():
 @pytest.mark.parametrize(
     ("case", "most"), [(DECODER, 1.25), (CONVOLUTIONS, 1.6), (SUBCLASSED, 1.6)]
 )
+@pytest.mark.kernels
 def test_a_step_has_hardly_more_kernels_than_torch_amp(counts, case, most):
     ours, amp = counts[case, OURS], counts[case, AMP]
     assert ours.kernels <= most * amp.kernels
@@ -47,11 +48,13 @@ def test_a_step_has_hardly_more_kernels_than_torch_amp(counts, case, most):
 
 
 @pytest.mark.parametrize("case", [DECODER, SUBCLASSED])
+@pytest.mark.kernels
 def test_a_step_takes_no_more_memory_than_torch_amp(counts, case):
     # A model with a graph keeps all that it computes until its call is over.
     assert counts[case, OURS].peak <= 1.1 * counts[case, AMP].peak
 
 
+@pytest.mark.kernels
 def test_of_large_logits_it_takes_half_as_much(counts):
     ours, amp = counts[LOGITS, OURS], counts[LOGITS, AMP]
     assert ours.peak <= 0.55 * amp.peak

@@ -154,6 +154,7 @@ def test_heads_that_do_not_go_into_groups_are_refused_as_by_keras(of_keys):
     ],
     ids=str,
 )
+@pytest.mark.kernels
 def test_a_convolution_copies_no_images(kind, options, padding, dtype):
     keras.utils.set_random_seed(0)
     filters = {} if kind is layers.DepthwiseConv2D else {"filters": 8}

@@ -114,7 +114,7 @@ def test_a_backbone_that_was_never_called_stores_stock_policies_only(tmp_path):
     assert dtype["class_name"] == "DTypePolicyMap"
     assert list(dtype["config"]["policy_map"]) == ["gate"]
     # As where keras_mp is missing.
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     opened = keras.models.load_model(tmp_path / "model.keras")
     assert precisions(opened) == ["bfloat16", "float32"]
 
@@ -138,7 +138,7 @@ def test_quantized_layers_are_stored_as_what_they_are(tmp_path):
 
 def test_without_the_seams_the_class_has_its_own_get_config_again(model):
     assert hasattr(Backbone.get_config, "__wrapped__")
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     assert not hasattr(Backbone.get_config, "__wrapped__")
 
 
@@ -188,7 +188,7 @@ def test_a_layer_of_layers_is_kept_with_all_that_it_is_made_of(tmp_path):
         assert {part.compute_dtype for part in last._flatten_layers()} == {"float32"}
         assert opened.get_layer("first").compute_dtype == "float16"
     # Where keras_mp is missing it is in half precision, with all its parts.
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     opened = keras.models.load_model(path)
     np.testing.assert_allclose(opened.predict(x, verbose=0), y, atol=0.01)
 
@@ -227,6 +227,6 @@ def test_layers_without_a_path_open_in_the_precision_that_they_had(tmp_path):
         assert found["last"] == found["gate"] == "float32"
         assert found["block"] == found["dense"] == "float16"
     # Where keras_mp is missing it opens, with these in half precision.
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     opened = keras.models.load_model(path, compile=False)
     np.testing.assert_allclose(opened.predict(X, verbose=0), y, atol=0.01)

@@ -1,4 +1,4 @@
-"""A Keras without a name that keras_mp needs: the import says which, and what to do."""
+"""A Keras without a name that is needed: who asks is told which, and what to do."""
 
 import keras
 import pytest
@@ -15,11 +15,6 @@ REMOVALS = {
         "del keras.src.models.functional.Functional",
         "keras.src.models.functional.Functional",
     ),
-    "a module that has two places": (
-        "vars(keras.src.backend).pop('nn', None)\n"
-        "vars(vars(keras.src.backend).get('ops', keras)).pop('nn', None)",
-        "keras.src.backend.ops.nn or keras.src.backend.nn",
-    ),
     "a method with a seam": (
         "del keras.layers.Layer.add_loss",
         "Layer.add_loss",
@@ -32,24 +27,44 @@ REMOVALS = {
     ),
     "a function of a public module": (
         "del keras.config.dtype_policy",
-        f"{keras.config.__name__}.dtype_policy",
-    ),
-    "an operation that is repaired": (
-        "del vars(keras.src.backend).get('ops', keras.src.backend).nn"
-        ".dot_product_attention",
-        f"{private.backend_core.__name__}.dot_product_attention",
+        "config.dtype_policy",
     ),
 }
 
 
-@pytest.mark.once("The import ends before a backend is asked anything.")
+ASK = """
+import warnings
+warnings.simplefilter("error")
+import keras_mp
+before = keras.layers.Layer.__call__
+try:
+    keras_mp.set_global_policy("mixed_float16")
+finally:
+    assert keras.layers.Layer.__call__ is before
+"""
+
+
+@pytest.mark.once("Nothing depends on the backend.")
 @pytest.mark.sampled(by=lambda **_: "any of them")
 @pytest.mark.parametrize("removal, name", REMOVALS.values(), ids=REMOVALS)
-def test_the_import_names_what_keras_does_not_have_and_what_to_do(removal, name):
-    done = python(f"import keras, keras.src\n{removal}\nimport keras_mp\n")
+def test_who_asks_is_told_what_keras_does_not_have_and_what_to_do(removal, name):
+    done = python(f"import keras, keras.src\n{removal}\n{ASK}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"ImportError: keras_mp needs {name}, which Keras {keras.__version__} does not "
         "have: run `pip install --upgrade keras_mp`, or install Keras 3.10 to "
         f"{private.NEWEST_KERAS}."
     )
+
+
+@pytest.mark.once("Nothing depends on the backend.")
+def test_an_operation_that_is_gone_is_left_out():
+    done = python(
+        "import keras, keras.src\n"
+        "del vars(keras.src.backend).get('ops', keras.src.backend).nn"
+        ".dot_product_attention\n"
+        "import keras_mp\nkeras_mp.set_global_policy('mixed_float16')\n"
+        "print(keras.layers.Dense(2).compute_dtype)"
+    )
+    assert done.returncode == 0 and done.stdout.split() == ["float16"]
+    assert "goes without its repair of `dot_product_attention`: keras" in done.stderr

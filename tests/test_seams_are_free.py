@@ -8,9 +8,11 @@ import keras
 import numpy as np
 import pytest
 from backends import BACKEND
+from keras import ops
 from test_layering import in_a_fresh_interpreter
 
 import keras_mp
+from keras_mp.backends import known, operations
 
 HEAVY = (
     "keras_mp.diagnostics",
@@ -96,13 +98,76 @@ def test_a_layer_call_costs_one_python_call_more(name):
     keras_mp.uninstall()
     call()
     added = len(with_seams) - len(calls_of(call))
-    of_dense = {"jax": 4, "tensorflow": 3, "torch": 2}[keras.backend.backend()]
+    of_dense = 2 if BACKEND == "torch" else 4
     assert with_seams.count("_layer_call.<locals>.__call__") == number
-    # The product goes through a seam of one call, and the sum with the bias through one
-    # of two, on torch of one; on JAX a third asks whether it is one of logits. And of
-    # what a model returns the dtype is looked at, which takes Keras and NumPy a few.
+    # The product goes through one function, and so does the sum with the bias; to ask
+    # for a dtype is a call but on torch. And what a model returns is looked at, which
+    # takes Keras and NumPy a few.
     looks = 26 if name == "Sequential" else 0
     assert added <= number + of_dense * (name != "Identity") + looks
+
+
+def ours_in(call):
+    """The functions of ours that a call runs, by `sys.setprofile`."""
+    found = []
+
+    def profile(frame, event, argument):
+        if event == "call" and "/keras_mp/" in frame.f_code.co_filename:
+            found.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+IMAGE, MATRIX = np.ones((1, 4, 4, 2), "float32"), np.ones((4, 4), "float32")
+LABELS = np.zeros(4, "int32")
+FLOAT32 = {
+    "add": lambda x: ops.add(x, x),
+    "subtract": lambda x: ops.subtract(x, x),
+    "multiply": lambda x: ops.multiply(x, x),
+    "divide": lambda x: ops.divide(x, x),
+    "tanh": ops.tanh,
+    "where": lambda x: ops.where(x > 0, x, x),
+    "softmax": ops.softmax,
+    "argmax": ops.argmax,
+    "matmul": lambda x: ops.matmul(x, x),
+    "einsum": lambda x: ops.einsum("ab,bc->ac", x, x),
+    "gelu": ops.gelu,
+    "selu": ops.selu,
+    "relu": ops.relu,
+    "moments": lambda x: ops.moments(x, 0),
+    "normalize": ops.normalize,
+    "arange": lambda x: ops.arange(4),
+    "conv": lambda x: ops.conv(IMAGE, np.ones((3, 3, 2, 2), "float32")),
+    "depthwise_conv": lambda x: ops.depthwise_conv(
+        IMAGE, np.ones((3, 3, 2, 1), "float32")
+    ),
+    "dot_product_attention": lambda x: ops.dot_product_attention(IMAGE, IMAGE, IMAGE),
+    "sparse_categorical_crossentropy": lambda x: ops.sparse_categorical_crossentropy(
+        LABELS, x, from_logits=True
+    ),
+    "categorical_crossentropy": lambda x: ops.categorical_crossentropy(x, x, True),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.kernels
+def test_an_operation_in_float32_passes_one_function_of_ours(name):
+    """For each that is wrapped: one may call others."""
+    keras_mp.install()
+    x = ops.convert_to_tensor(MATRIX)
+    FLOAT32[name](x)
+    for facts in known.IN_USE:  # Of a step that failed, in another test.
+        facts.clear()
+    found = ours_in(lambda: FLOAT32[name](x))
+    wrapped = operations.names_in((*operations.REPAIRS, *operations.KERNELS), BACKEND)
+    assert len(found) >= (name in wrapped)
+    first_tests = ("_unless_in_float32.<locals>.operation", f".<locals>.{name}")
+    assert all(x.endswith(first_tests) for x in found), found
 
 
 def fitting(with_seams=True, callbacks=(), retake_steps=100):

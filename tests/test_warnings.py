@@ -18,7 +18,7 @@ from keras import layers, ops
 from test_layering import modules
 
 import keras_mp
-from keras_mp import sharding, still_kernels
+from keras_mp import installing, sharding, still_kernels
 from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.diagnostics.breakpoint import model_file
@@ -270,6 +270,13 @@ def pure_float16(folder, monkeypatch):
     monkeypatch.setattr(keras_mp.config, "_warned_of_float16", False)
     for name in ("float16", "float16", "mixed_float16", "bfloat16"):
         keras_mp.set_global_policy(name)
+
+
+@provokes("installing._say", "goes without its repair of", "keras_mp.install(")
+def operation_that_has_moved(folder, monkeypatch):
+    monkeypatch.setattr(installing, "_warned", set())
+    monkeypatch.setattr(installing.engine, "repairs", lambda: {"gone": lambda f: f})
+    keras_mp.install()
 
 
 @provokes("sharding.warn_of_torchs_own", "does nothing for", "model.compile(")

@@ -117,7 +117,7 @@ def test_all_that_a_wrapper_wraps_computes_as_the_wrapper_is_told(
 
 
 def test_without_us_the_policy_of_a_wrapper_reaches_no_child():
-    keras_mp.seams.uninstall()
+    keras_mp.uninstall()
     for wrapper in (
         layers.TimeDistributed(layers.Dense(2), dtype="mixed_float16"),
         layers.Bidirectional(layers.LSTM(2), dtype="mixed_float16"),

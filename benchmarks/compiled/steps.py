@@ -21,7 +21,7 @@ from benchmarks.compiled.devices import Device
 from benchmarks.compiled.private import as_if_there
 from benchmarks.compiled.roofline import cost_of
 from benchmarks.results import Record
-from keras_mp.seams import uninstall
+from keras_mp.installing import uninstall
 
 
 def read_step(case: Case, device: Device, way: str) -> Record:

@@ -24,7 +24,7 @@ from benchmarks.kernels.kernels_tables import (
     SUBCLASSED,
 )
 from benchmarks.kernels.private import products_as_on_a_gpu
-from keras_mp.seams import install, uninstall
+from keras_mp.installing import install, uninstall
 
 _POLICIES: dict[str, Callable[[], Any]] = {
     FLOAT32: functools.partial(keras.DTypePolicy, "float32"),

@@ -18,8 +18,8 @@ from benchmarks.results import Record
 from benchmarks.suites import Suite
 from keras_mp.diagnostics.comparison.training import Plan, initial_values, train_once
 from keras_mp.diagnostics.data import TrainingData
+from keras_mp.installing import uninstall
 from keras_mp.policies.policy import FLOAT32
-from keras_mp.seams import uninstall
 
 SEEDS = 5
 

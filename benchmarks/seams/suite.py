@@ -23,7 +23,7 @@ from benchmarks.seams.compilation import ROUNDS, compilations
 from benchmarks.seams.seams_tables import CASES, tables
 from benchmarks.suites import Suite
 from keras_mp.backends.train_step import SCALE, monitored
-from keras_mp.seams import install, uninstall
+from keras_mp.installing import install, uninstall
 
 CALLS = 200  # of a layer, timed as one step, after the seams are on or off
 IMPORTS = 3

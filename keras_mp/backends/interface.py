@@ -153,19 +153,29 @@ class Engine(Step, Batches, Measures, Shards):
         """
         return False
 
-    def repairs(self) -> dict[str, Wrapper]:
-        """Wrappers of what fails in half precision in Keras' backend.
+    half_dtypes: frozenset[Any] = frozenset(HALF)
+    """Half precision as `dtype` of a tensor, or of a variable of Keras, names it."""
 
-        Keys are the names of operations, and of methods of its variables.
+    def repairs(self) -> dict[str, Wrapper]:
+        """Wrappers of operations that are wrong or missing in half precision.
+
+        By their names in `operations.REPAIRS`, without what all backends have.
         """
+        return {}
+
+    def kernels(self) -> dict[str, Wrapper]:
+        """Wrappers that make a step faster or smaller, each in place of a repair.
+
+        By their names in `operations.KERNELS`. Each can be missing.
+        """
+        return {}
+
+    def of_shards(self) -> dict[str, Wrapper]:
+        """Wrappers that only sharded weights need."""
         return {}
 
     differentiates_in_outputs = True
     """Can a program ask for the gradient of one output of a call in another?"""
-
-    def repaired_layers(self) -> dict[type, Wrapper]:
-        """Wrappers of the `call` of Keras layers."""
-        return {}
 
     def interruptible(self) -> dict[str, Wrapper]:
         """Wrappers of methods of `keras.Model` that an exception would leave half done.

@@ -1,9 +1,13 @@
 """Facts about tensors, kept outside them: JAX's tracers take no attributes."""
 
 import weakref
+from collections.abc import Sized
 from typing import Any, Generic, TypeVar
 
 Fact = TypeVar("Fact")
+# Where operations go by more than their operands' dtype: facts about logits, and heads
+# that are being called. Unless all are empty, they must be asked; that runs no Python.
+IN_USE: list[Sized] = []
 
 
 class Known(Generic[Fact]):

@@ -17,6 +17,7 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF, Wrapper
+from keras_mp.backends.known import IN_USE
 
 
 class HalfOperands(NamedTuple):
@@ -89,6 +90,8 @@ Prepare = Callable[..., tuple[Any, Any, Callable] | None]
 
 # What the products of this thread get: others may trace at the same time.
 _thread = threading.local()
+_scopes: dict[int, HalfOperands] = {}  # Of all threads.
+IN_USE.append(_scopes)
 
 
 @contextlib.contextmanager
@@ -96,10 +99,13 @@ def half_operands(operands: HalfOperands) -> Iterator[None]:
     """Gives such operands to the products of this thread."""
     before = getattr(_thread, "operands", None)
     try:
+        _scopes[threading.get_ident()] = operands
         _thread.operands = operands
         yield
     finally:
         _thread.operands = before
+        if before is None:
+            _scopes.pop(threading.get_ident(), None)
 
 
 def in_scope() -> bool:
@@ -107,18 +113,18 @@ def in_scope() -> bool:
     return getattr(_thread, "operands", None) is not None
 
 
-def repairs(
+def kernels(
     product: Product, possible: Callable[[], bool], **prepare: Prepare
 ) -> dict[str, Wrapper]:
     """Wrappers of operations that obey `half_operands` if that is possible.
 
-    Keys are the names of the operations.
+    Keys are the names of the operations. Elsewhere they do what `REPAIRS` do.
     """
     return {name: _wrapper(product, possible, each) for name, each in prepare.items()}
 
 
 def _wrapper(
-    product: Product, possible: Callable[[], bool], prepare: Prepare
+    product: Product | None, possible: Callable[[], bool], prepare: Prepare
 ) -> Wrapper:
     def wrap(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -126,8 +132,8 @@ def _wrapper(
             operands = getattr(_thread, "operands", None)
             if operands is None or not _are_of_head(args, operands):
                 return original(*args, **kwargs)
-            prepared = prepare(*args, **kwargs) if possible() else None
-            if prepared is None:
+            prepared = prepare(*args, **kwargs) if product and possible() else None
+            if product is None or prepared is None:
                 return original(*map(_in_float32, args), **kwargs)
             *pair, run = prepared
             a, b = map(ops.convert_to_tensor, pair)
@@ -136,6 +142,13 @@ def _wrapper(
         return operation
 
     return wrap
+
+
+# The products of a head in float32, whatever dtype its kernel and its input have.
+REPAIRS = dict.fromkeys(
+    ("matmul", "einsum", "conv"),
+    _wrapper(None, lambda: False, lambda *args, **kwargs: None),
+)
 
 
 def _are_of_head(args: tuple, operands: HalfOperands) -> bool:

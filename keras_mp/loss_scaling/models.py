@@ -137,6 +137,5 @@ def _scales(optimizer: Any) -> bool:
     )
 
 
-@private.untracked
 def _set_optimizer(model: Any, name: str, optimizer: Any) -> None:
-    setattr(model, name, optimizer)
+    private.untracked(setattr)(model, name, optimizer)

@@ -19,7 +19,7 @@ from keras_mp.backends.interface import HALF, Wrapper
 # with GELU takes 1.37 ms, not 1.43, and 0.36 GB beside its weights, not 0.46; with SELU
 # 1.37, not 1.40, and 0.36, not 0.41. SiLU, softplus, softsign, ELU and leaky ReLU gain
 # less than 3 %, and sigmoid loses. On a TPU v5e such a decoder loses 2 % by GELU's.
-def repairs() -> dict[str, Wrapper]:
+def kernels() -> dict[str, Wrapper]:
     return {"gelu": _gelu, "selu": _keeping_slopes}
 
 

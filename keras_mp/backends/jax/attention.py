@@ -18,8 +18,17 @@ from keras_mp.backends.interface import HALF
 from keras_mp.backends.jax import compilation, cudnn_attention, splash_attention
 
 
-def chosen_by_device(original: Callable) -> Callable:
+def in_half_precision(original: Callable) -> Callable:
     """Wraps Keras' `dot_product_attention`: we compute its calls in half precision."""
+    return _attention_of(original, fused=False)
+
+
+def chosen_by_device(original: Callable) -> Callable:
+    """The same, by the fused kernel that the device has."""
+    return _attention_of(original, fused=True)
+
+
+def _attention_of(original: Callable, fused: bool) -> Callable:
 
     @functools.wraps(original)
     def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -38,7 +47,8 @@ def chosen_by_device(original: Callable) -> Callable:
                 **options,
             )
         query, key, value = (x.astype(dtype) for x in tensors)
-        return _in_half(query, key, value, fused=asked_for is None, **options)
+        fuses = fused and asked_for is None
+        return _in_half(query, key, value, fused=fuses, **options)
 
     return attention
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_mp.backends.interface import HALF, Wrapper, around
-from keras_mp.backends.known import Known
+from keras_mp.backends.known import IN_USE, Known
 
 _OPERATIONS = "conv", "conv_transpose", "depthwise_conv"
 _results: Known[bool] = Known()
+IN_USE.append(_results.facts)
 
 
 # Compiled in float16 for an H100, and read as flops and bytes, VGG-16 takes 7.00 ms,
@@ -24,7 +25,7 @@ _results: Known[bool] = Known()
 # both, as XLA computes the signs from what that keeps. After a dense layer nothing is
 # gained: the product that reads the result computes it from the input. A leaky ReLU
 # takes more time.
-def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
+def kernels(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
     """Wrappers of convolutions and `relu`, around others by the same name."""
     noted = around(others, _OPERATIONS, _noted)
     return {**others, **noted, "relu": _relu_of_a_convolution}

@@ -16,12 +16,17 @@ from keras_mp.backends.jax import compilation, large_heads, logits, one_pass, so
 from keras_mp.backends.jax.logits import Probabilities, Product
 
 
-def repairs() -> dict[str, Wrapper]:
+def kernels() -> dict[str, Wrapper]:
     return {
         "softmax": lambda original: _softmax(softmax.in_float32(original)),
-        "sparse_categorical_crossentropy": _loss,
+        "sparse_categorical_crossentropy": functools.partial(_loss, in_chunks=True),
         "categorical_crossentropy": _loss_of_probabilities,
     }
+
+
+def in_one_pass(original: Callable) -> Callable:
+    """Wraps the cross-entropy of labels: it reads a head's logits once, as they are."""
+    return _loss(original, in_chunks=False)
 
 
 def _softmax(original: Callable) -> Callable:
@@ -35,7 +40,7 @@ def _softmax(original: Callable) -> Callable:
     return noting
 
 
-def _loss(original: Callable) -> Callable:
+def _loss(original: Callable, in_chunks: bool) -> Callable:
     @functools.wraps(original)
     def loss(
         target: Any, output: Any, from_logits: bool = False, axis: int = -1
@@ -50,7 +55,7 @@ def _loss(original: Callable) -> Callable:
             labels = jnp.squeeze(labels, -1)
         if labels.shape != output.shape[:-1] or _may_be_parted_by_classes():
             return original(target, output, from_logits, axis)
-        losses = _in_chunks(x, labels, output)
+        losses = _in_chunks(x, labels, output) if in_chunks else None
         if losses is None:
             losses = one_pass.losses(x, labels)
         if not from_logits:  # Keras clips probabilities the same way.

@@ -15,7 +15,7 @@ from jax import lax
 
 from keras_mp.backends.interface import Wrapper, around
 from keras_mp.backends.jax.private import are_of_one_trace
-from keras_mp.backends.known import Known
+from keras_mp.backends.known import IN_USE, Known
 from keras_mp.backends.products import HalfOperands
 
 
@@ -64,6 +64,7 @@ class Probabilities(NamedTuple):
 _PRODUCT = object()  # Stands for the product itself, which nothing may keep alive.
 _known: Known[Head | Product | Probabilities] = Known()
 _classes: Known[Any] = Known()  # The classes of the largest logits.
+IN_USE.extend((_known.facts, _classes.facts))
 known = _known.get
 
 
@@ -114,7 +115,7 @@ def note_outputs(outputs: Any) -> None:
             note(output, Head())
 
 
-def repairs(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
+def kernels(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
     """Wrappers of what heads and losses do to logits, around others by the same name.
 
     Heads add a bias or cap logits (divide, tanh, multiply); losses mask ignored labels.

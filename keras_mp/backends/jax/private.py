@@ -5,8 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax._src.cudnn import fused_attention_stablehlo as _cudnn
-
 from keras_mp.replaced import replaced
 
 # JAX checks the cuDNN of this process when it traces attention. It raises if there is
@@ -24,7 +22,9 @@ _TRACE = "_trace"
 @contextlib.contextmanager
 def cudnn_assumed() -> Iterator[None]:
     """Lets this thread trace attention by cuDNN even without a GPU."""
-    with replaced("check of cuDNN", _cudnn, {_CHECK: _lenient}):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    with replaced("check of cuDNN", fused_attention_stablehlo, {_CHECK: _lenient}):
         yield
 
 

@@ -18,8 +18,8 @@ from keras_mp.backends.jax.logits import Product
 from keras_mp.backends.products import HalfOperands
 
 
-def repairs() -> dict[str, Wrapper]:
-    return products.repairs(
+def kernels() -> dict[str, Wrapper]:
+    return products.kernels(
         _product, lambda: True, matmul=_matmul, einsum=_einsum, conv=_conv
     )
 

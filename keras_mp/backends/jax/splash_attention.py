@@ -8,12 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    CausalMask,
-    FullMask,
-    MultiHeadMask,
-    make_splash_mha,
-)
 
 # The kernel's blocks have this many rows and, in older JAX, this many columns.
 BLOCK = 128
@@ -39,10 +33,12 @@ def attend(
     query: Any, key: Any, value: Any, *nothing: Any, scale: float, is_causal: bool
 ) -> Any:
     """Takes and returns what `jax.nn.dot_product_attention` does."""
-    kind = CausalMask if is_causal else FullMask
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    kind = splash.CausalMask if is_causal else splash.FullMask
     one = kind((query.shape[1], key.shape[1]))
-    mask = MultiHeadMask([one] * query.shape[2])
-    kernel = make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+    mask = splash.MultiHeadMask([one] * query.shape[2])
+    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
     query = (query.astype("float32") * scale).astype(query.dtype)
     of_each_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     return jnp.swapaxes(jax.vmap(kernel)(*of_each_head), 1, 2)

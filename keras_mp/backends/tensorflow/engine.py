@@ -9,8 +9,9 @@ import tensorflow as tf
 
 import keras_mp.keras_private as private
 from keras_mp import interrupts
-from keras_mp.backends.interface import Engine, Wrapper
-from keras_mp.backends.repairs import arange, attention, broadcasting, remat
+from keras_mp.backends.interface import HALF, Engine, Wrapper
+from keras_mp.backends.products import REPAIRS
+from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.step import Update
 from keras_mp.backends.tensorflow import (
     products,
@@ -26,6 +27,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
     """Steps are eager, graphs, or compiled by XLA, on one replica or several."""
 
     check_strategy = staticmethod(replicas.check_strategy)
+    half_dtypes = frozenset((*HALF, tf.float16, tf.bfloat16))
     half_products = " where XLA compiles"
     dtype_errors = (
         *Engine.dtype_errors,
@@ -121,12 +123,14 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
 
     def repairs(self) -> dict[str, Wrapper]:
         return {
+            **REPAIRS,
+            **broadcasting.repairs(is_summed_in_half),
             "dot_product_attention": attention.scaled_first,
             "arange": arange.made_in_float32,
-            "remat": remat.in_its_precision,
-            **broadcasting.repairs(is_summed_in_half),
-            **products.repairs(),
         }
+
+    def kernels(self) -> dict[str, Wrapper]:
+        return products.kernels()
 
 
 def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:

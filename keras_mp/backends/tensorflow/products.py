@@ -15,8 +15,8 @@ from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.step import compiled_by_xla
 
 
-def repairs() -> dict[str, Wrapper]:
-    return products.repairs(_product, compiled_by_xla, **matrices.OPERATIONS)
+def kernels() -> dict[str, Wrapper]:
+    return products.kernels(_product, compiled_by_xla, **matrices.OPERATIONS)
 
 
 def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:

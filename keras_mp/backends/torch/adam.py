@@ -13,6 +13,7 @@ import torch
 from keras import ops
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.backends.own_methods import own_methods
 from keras_mp.backends.torch.private import fused_adam
 from keras_mp.backends.torch.sharding import local
@@ -44,7 +45,8 @@ def _update(
     # Each process updates its own shards.
     weights, parts = [local(v.value) for v in variables], [*map(local, grads)]
     slots = [[*map(local, x)] for x in private.adam_slots(optimizer, variables)]
-    if not _have_kernel([*weights, *itertools.chain(*slots)], parts):
+    kernel = fused_adam()
+    if not (kernel and _have_kernel([*weights, *itertools.chain(*slots)], parts)):
         update = getattr(type(optimizer), private.UPDATE_STEP)
         update(optimizer, grads, variables, learning_rate)
         return
@@ -52,7 +54,7 @@ def _update(
     corrections = torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
     # Keras adds epsilon before it corrects. So the rate holds both corrections, and the
     # kernel gets an infinite step, for which its own corrections are 1.
-    fused_adam(
+    kernel(
         weights,
         [g.contiguous() for g in parts],
         *slots,
@@ -70,7 +72,8 @@ def _update(
 def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:
     device = written[0].device
     return (
-        device.type in HAVE_KERNELS
+        wanted.kernels
+        and device.type in HAVE_KERNELS
         and not torch.compiler.is_compiling()  # It has no shapes for a tensor rate.
         and private.get_stateless_scope() is None
         and all(x.dtype == torch.float32 and x.device == device for x in grads)

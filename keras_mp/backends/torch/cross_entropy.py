@@ -24,7 +24,7 @@ _IGNORED = -100  # The label that torch ignores.
 _CHUNK = 2**26
 
 
-def repairs() -> dict[str, Wrapper]:
+def kernels() -> dict[str, Wrapper]:
     return {"sparse_categorical_crossentropy": _loss}
 
 

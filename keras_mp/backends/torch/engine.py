@@ -10,8 +10,8 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp import interrupts
-from keras_mp.backends.interface import Engine, Wrapper
-from keras_mp.backends.repairs import remat
+from keras_mp.backends.interface import HALF, Engine, Wrapper
+from keras_mp.backends.products import REPAIRS
 from keras_mp.backends.torch import (
     cross_entropy,
     layouts,
@@ -31,6 +31,7 @@ from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_fin
 class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
 
+    half_dtypes = frozenset((*HALF, torch.float16, torch.bfloat16))
     half_products = " on NVIDIA's GPUs"
     keeps_logits = True
     number_of_chunks = staticmethod(cross_entropy.number_of_chunks)
@@ -41,22 +42,28 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     write_file = staticmethod(sharding.write_file)
 
     def repairs(self) -> dict[str, Wrapper]:
-        wrappers = products.repairs()
+        return {
+            **REPAIRS,
+            "Variable.assign": writes.reach_the_variable,
+            "dot_product_attention": layouts.attention_as_it_is,
+        }
+
+    def kernels(self) -> dict[str, Wrapper]:
+        wrappers = products.kernels()
         of_heads = wrappers["conv"]
         return {
             **wrappers,
-            **logits.repairs(),
-            **cross_entropy.repairs(),
-            private.WRITE: writes.reach_the_variable,
-            "convert_to_numpy": sharding.converted_whole,
-            "__array__": sharding.read_whole,
+            **logits.kernels(),
+            **cross_entropy.kernels(),
             "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
-            "dot_product_attention": layouts.attention_as_it_is,
-            "remat": remat.in_its_precision,
+            "BatchNormalization.call": normalization.in_one_kernel,
         }
 
-    def repaired_layers(self) -> dict[type, Wrapper]:
-        return {keras.layers.BatchNormalization: normalization.in_one_kernel}
+    def of_shards(self) -> dict[str, Wrapper]:
+        return {
+            "convert_to_numpy": sharding.converted_whole,
+            "Variable.__array__": sharding.read_whole,
+        }
 
     def interruptible(self) -> dict[str, Wrapper]:
         return dict.fromkeys(("fit", "evaluate", "predict"), _ends_in_its_grad_mode)

@@ -9,7 +9,7 @@ from keras import ops
 from torch.autograd import forward_ad
 
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.known import Known
+from keras_mp.backends.known import IN_USE, Known
 from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.torch.private import is_transformed
 
@@ -24,6 +24,7 @@ class Product(NamedTuple):
 
 
 known: Known[Product] = Known()
+IN_USE.append(known.facts)
 
 
 def note(logits: torch.Tensor, product: Product) -> None:
@@ -37,7 +38,7 @@ def note(logits: torch.Tensor, product: Product) -> None:
         known.note(logits, product)
 
 
-def repairs() -> dict[str, Wrapper]:
+def kernels() -> dict[str, Wrapper]:
     return {"add": _add}
 
 

@@ -1,10 +1,21 @@
-"""The private names of torch that keras_mp uses, each with the reason."""
+"""The private names of torch that keras_mp uses, each with the reason.
+
+They are looked up where they are used. Without one torch's public ways are taken.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 
-# A tensor inside `torch.vmap` must not leave it, and `torch.func` does not know a
-# function of ours that defines its own derivative. No public name tells.
-is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+def is_transformed(x: torch.Tensor) -> bool:
+    """Does a tensor belong to `torch.vmap` or `torch.func`?
+
+    It must not leave them, and they do not know a function of ours that defines its own
+    derivative. No public name tells.
+    """
+    tells = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+    return tells is None or tells(x)
 
 
 def is_watched(x: torch.Tensor) -> bool:
@@ -20,13 +31,28 @@ def is_view(x: torch.Tensor) -> bool:
     return bool(x._is_view())
 
 
-# Multiplies gradients in place and finds what is not finite, in one kernel: that of
-# `torch.amp.GradScaler`, whose public methods need a torch optimizer.
-unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+def unscale_and_check() -> Callable | None:
+    """Multiplies gradients in place and finds what is not finite, in one kernel.
 
-# Adam in one kernel. `torch.optim.Adam(fused=True)` keeps the moments itself, and adds
-# epsilon in another place than Keras.
-fused_adam = torch._fused_adam_
+    It is that of `torch.amp.GradScaler`, whose public methods need a torch optimizer.
+    """
+    return getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 
-# Copies many tensors into others in one kernel. The public `copy_` takes only one.
-copy_all = torch._foreach_copy_
+
+def fused_adam() -> Callable | None:
+    """Adam in one kernel.
+
+    `torch.optim.Adam(fused=True)` keeps the moments itself, and adds epsilon in another
+    place than Keras.
+    """
+    return getattr(torch, "_fused_adam_", None)
+
+
+def copy_all(copies: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copies many tensors into others in one kernel. The public `copy_` takes one."""
+    at_once = getattr(torch, "_foreach_copy_", None)
+    if at_once is not None:
+        at_once(copies, values)
+        return
+    for copy, value in zip(copies, values, strict=True):
+        copy.copy_(value)

@@ -20,8 +20,8 @@ _KNOWN = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
 DEVICES = ("cuda",) if _KNOWN else ()
 
 
-def repairs() -> dict[str, Wrapper]:
-    return products.repairs(_product, _have_kernel, **matrices.OPERATIONS)
+def kernels() -> dict[str, Wrapper]:
+    return products.kernels(_product, _have_kernel, **matrices.OPERATIONS)
 
 
 def _have_kernel() -> bool:

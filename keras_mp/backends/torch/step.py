@@ -29,7 +29,8 @@ def unscale_in_place(
     present = [local(g) for g in grads if g is not None]
     device = present[0].device
     alike = all(g.layout == torch.strided and g.device == device for g in present)
-    if not alike or device.type not in adam.HAVE_KERNELS:
+    in_one_kernel = unscale_and_check()
+    if not alike or device.type not in adam.HAVE_KERNELS or in_one_kernel is None:
         return None
     own = _own_memory(grads, variables)
     unscaled = [
@@ -38,7 +39,7 @@ def unscale_in_place(
     ]
     found = torch.zeros((), device=device)
     parts = [local(g) for g in unscaled if g is not None]
-    unscale_and_check(parts, found, scale.reciprocal())
+    in_one_kernel(parts, found, scale.reciprocal())
     return unscaled, found
 
 

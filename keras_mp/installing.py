@@ -1,0 +1,235 @@
+"""Puts into Keras what half precision needs, from three tables, and takes it out.
+
+Seams and repairs go in always, kernels unless they are left out. A repair or a kernel
+whose private names this Keras, or this framework, has not got is left out with a
+warning; a seam that cannot be set is an error, and nothing is set then.
+"""
+
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import keras
+
+import keras_mp.keras_private as private
+from keras_mp import interrupts, seams, wanted
+from keras_mp.backends import engine, operations
+from keras_mp.backends.interface import Wrapper
+from keras_mp.backends.known import IN_USE
+from keras_mp.backends.repairs import in_float32, remat
+from keras_mp.config import give_back_global_policy
+from keras_mp.display.messages import warn
+from keras_mp.policies import inputs
+
+_KERNELS = "KERAS_MP_KERNELS"
+_REPAIRS: dict[str, Wrapper] = {
+    "Orthogonal.__call__": in_float32.orthogonal,
+    "normalize": in_float32.normalize,
+    "remat": remat.in_its_precision,
+}
+_warned: set[str] = set()
+
+
+class Place(NamedTuple):
+    """An attribute of Keras, and what wraps it."""
+
+    owner: Any
+    name: str
+    wrap: Wrapper
+
+
+def install(kernels: bool = True) -> None:
+    """Wraps methods of Keras now, as asking for half precision does.
+
+    It does nothing if they are wrapped already, and the kernels are as asked for.
+
+    Args:
+        kernels: False leaves out what makes a step faster or smaller and changes
+            nothing else. So does the environment variable `KERAS_MP_KERNELS=0`, for
+            whoever asks. What was traced before stays as it is.
+
+    Raises:
+        ImportError: if this Keras lacks a method that a promise needs. Nothing is
+            wrapped then.
+        ValueError: if `KERAS_MP_KERNELS` is neither 0 nor 1.
+    """
+    said = os.environ.get(_KERNELS, "1")
+    if said not in ("0", "1"):
+        raise ValueError(f"`{_KERNELS}` must be 0 or 1. Received: {_KERNELS}={said}.")
+    kernels = kernels and said == "1"
+    with wanted.lock:
+        private.check()
+        places = list(_places(kernels))
+        if wanted.done and wanted.kernels != kernels:
+            _take_out()
+        try:
+            for place in places:
+                _put(*place)
+            seams.wrap_own_get_configs()
+            wanted.done, wanted.kernels = True, kernels
+        except BaseException:
+            with interrupts.held():
+                _take_out()
+            raise
+
+
+def uninstall() -> None:
+    """Gives Keras back as it is without keras_mp; does nothing if it is.
+
+    The wrappers go, and the global policy becomes Keras' own of the same name. Asking
+    for half precision again, or `install`, puts the wrappers back.
+
+    What was made before stays: a layer keeps the dtype policy that was chosen for it,
+    and a `LossScaleOptimizer` scales, but in `fit` a skipped step changes statistics,
+    metrics and logs. Layers that are created afterwards are Keras' own.
+
+    Example:
+
+    ```python
+    keras_mp.uninstall()
+    keras.layers.Dense(8)  # as if keras_mp had not been imported
+    keras_mp.install()
+    ```
+    """
+    with wanted.lock:
+        give_back_global_policy()
+        inputs.give_back()
+        with interrupts.held():
+            _take_out()
+            wanted.kernels = True
+
+
+# The attributes of Keras that are wrapped.
+_installed: dict[tuple[Any, str], None] = {}
+
+
+def _put(owner: Any, name: str, wrap: Wrapper) -> None:
+    original = vars(owner)[name]
+    if not hasattr(original, "_keras_mp_original"):
+        wrapper: Any = functools.wraps(original)(wrap(original))
+        wrapper._keras_mp_original, wrapper._keras_mp_self = original, wrapper
+        _installed[owner, name] = None
+        setattr(owner, name, wrapper)
+
+
+def _take_out() -> None:
+    wanted.done = False
+    seams.unwrap_own_get_configs()
+    for owner, name in list(_installed):
+        marks = vars(vars(owner)[name])
+        # Another library's wrapper round ours has our marks, copied by functools. If
+        # that goes, ours is still to be taken out.
+        if marks.get("_keras_mp_self") is vars(owner)[name]:
+            setattr(owner, name, marks["_keras_mp_original"])
+        if "_keras_mp_self" not in vars(vars(owner)[name]):
+            del _installed[owner, name]
+
+
+def _places(kernels: bool) -> Iterator[Place]:
+    """What is to be wrapped.
+
+    Raises:
+        ImportError: if this Keras lacks a method that a promise needs.
+    """
+    for seam in (*seams.SEAMS, *(seams.OF_SHARDS if wanted.shards else ())):
+        for method in seam.methods:
+            name = method.rpartition(".")[2]
+            yield Place(seams.home_of(method), name, seam.wrap)
+    for name, wrap in engine.interruptible().items():
+        yield Place(seams.home_of(f"Model.{name}"), name, wrap)
+    for operation, wrap in _operations(kernels).items():
+        place = private.place_of(operation)
+        if operation not in _BY_OTHER_THAN_TENSORS:
+            wrap = functools.partial(_unless_in_float32, wrap)
+        if place is not None:
+            yield Place(*place, wrap)
+    if not isinstance(private.tracebacks, private.Missing):
+        yield Place(private.tracebacks, private.INCLUDE_FRAME, seams.include_frame)
+
+
+# What they go by is no tensor that they take.
+_BY_OTHER_THAN_TENSORS = (
+    "Orthogonal.__call__",
+    "Variable.assign",
+    "Variable.__array__",
+    "arange",
+    "convert_to_numpy",
+    "moments",
+    "remat",
+)
+
+
+def _unless_in_float32(wrap: Wrapper, original: Callable) -> Callable:
+    """Wraps an operation where it takes half precision, or logits that a loss follows.
+
+    Any other call passes this function alone.
+    """
+    wrapped, half, in_use = wrap(original), engine.half_dtypes, IN_USE
+    variable = keras.Variable
+
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        only_variables = True
+        for x in (*args, *kwargs.values()):
+            # The dtype of a variable takes Keras some calls. It follows its layer's,
+            # which the other operand has.
+            if not isinstance(x, variable):
+                dtype = getattr(x, "dtype", None)
+                if dtype in half:
+                    return wrapped(*args, **kwargs)
+                only_variables = only_variables and dtype is None
+        if only_variables or any(in_use):
+            return wrapped(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return operation
+
+
+def _operations(kernels: bool) -> dict[str, Wrapper]:
+    """The wrappers of operations that this Keras and this framework can have."""
+    found = {**_REPAIRS, **engine.repairs()}
+    found |= engine.of_shards() if wanted.shards else {}
+    for operation in [x for x in found if private.place_of(x) is None]:
+        del found[operation]
+        _say(operation, f"keras: {operation}", "repair")
+    for operation, wrap in engine.kernels().items() if kernels else ():
+        missing = _missing(operation)
+        if missing:
+            _say(operation, missing, "kernel")
+        else:
+            found[operation] = wrap
+    return found
+
+
+def _missing(operation: str) -> str | None:
+    """A name that the kernel of an operation needs and that is not there."""
+    if private.place_of(operation) is None:
+        return f"keras: {operation}"
+    for path in operations.needs_of(operation, keras.backend.backend()):
+        try:
+            resolve_name(path)
+        except (ImportError, AttributeError):
+            return path.replace(":", ".")
+    return None
+
+
+def _say(operation: str, name: str, kind: str) -> None:
+    if name in _warned:
+        return
+    _warned.add(name)
+    package = name.split(".")[0].split(":")[0]
+    version = importlib.metadata.version(package)
+    price = {
+        "repair": "in half precision it is Keras' own, which may be wrong",
+        "kernel": "steps are right, and slower or larger",
+    }[kind]
+    warn(
+        f"keras_mp goes without its {kind} of `{operation}`: {package} {version} does "
+        f"not have {name.removeprefix('keras: ')}, and {price}. Run `pip install "
+        "--upgrade keras_mp`."
+    )
+
+
+wanted.put_in = lambda: install(wanted.kernels)
