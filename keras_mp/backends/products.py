@@ -90,7 +90,7 @@ Prepare = Callable[..., tuple[Any, Any, Callable] | None]
 
 # What the products of this thread get: others may trace at the same time.
 _thread = threading.local()
-_scopes: dict[int, HalfOperands] = {}  # Of all threads.
+_scopes: list[HalfOperands] = []  # Of all threads.
 IN_USE.append(_scopes)
 
 
@@ -99,13 +99,13 @@ def half_operands(operands: HalfOperands) -> Iterator[None]:
     """Gives such operands to the products of this thread."""
     before = getattr(_thread, "operands", None)
     try:
-        _scopes[threading.get_ident()] = operands
+        _scopes.append(operands)
         _thread.operands = operands
         yield
     finally:
         _thread.operands = before
-        if before is None:
-            _scopes.pop(threading.get_ident(), None)
+        if operands in _scopes:  # Unless an interrupt came before.
+            _scopes.remove(operands)
 
 
 def in_scope() -> bool:
