@@ -44,6 +44,7 @@ def values(activation, x):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.kernels
 def test_the_gradient_is_a_product_with_slopes_rounded_once(activation, dtype):
     x = jnp.linspace(-6, 6, 101, dtype=dtype)
     assert has_slopes(activation, x, "cuda") and has_slopes(activation, x, "cpu")
@@ -59,6 +60,7 @@ def test_the_gradient_is_a_product_with_slopes_rounded_once(activation, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.kernels
 def test_gelu_is_closer_to_the_truth_than_that_of_jax(dtype):
     x = jnp.linspace(-8, 8, 2001, dtype=dtype)
     wide = np.asarray(x, "float64")
@@ -74,6 +76,7 @@ def test_gelu_is_closer_to_the_truth_than_that_of_jax(dtype):
         assert (errors[:, here].max(1) <= own[:, here].max(1)).all()
 
 
+@pytest.mark.kernels
 def test_gelu_takes_the_cheaper_error_function_and_float32():
     x = jnp.linspace(-8, 8, 5, dtype="float16")
     program = lowered(EXACT, x, "cuda")
@@ -81,6 +84,7 @@ def test_gelu_takes_the_cheaper_error_function_and_float32():
     assert all("f32" in line for line in re.findall(r"chlo.erf .*", program))
 
 
+@pytest.mark.kernels
 def test_a_gelu_has_forward_and_second_derivatives():
     x = jnp.linspace(-3, 3, 25, dtype="float16")
     wide = np.asarray(x, "float64")

@@ -95,6 +95,7 @@ TABLE = [[*STEPS], [*HALVES], MODES, [1, 3, 5], [*WRAPPED], [*TARGETS], *[[0, 1]
 
 
 @pytest.mark.parametrize("case", [*AllPairs(TABLE)], ids=lambda case: f"{case}")
+@pytest.mark.kernels
 def test_losses_and_gradients_are_those_of_float64(case):
     step, half, mode, number, wrapped, kind, tied, classes = case
     operands = HalfOperands(*HALVES[half], bool(tied), mode, bool(classes))
@@ -138,6 +139,7 @@ def in_rows():
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.kernels
 def test_of_the_logits_nothing_but_slopes_in_half_precision_stays(step, in_rows):
     change = STEPS[step][0]
     run = functools.partial(in_rows, step=lambda x: change(x, BIAS))
@@ -189,6 +191,7 @@ def test_a_large_gradient_by_tied_weights_is_half(rows, tied, dtype):
     ],
     ids=["bias", "bias and cap", "cap and bias", "factor", "one for each row"],
 )
+@pytest.mark.kernels
 def test_a_head_whose_gradient_needs_more_is_read_as_a_whole(
     step, number, every_head_is_large
 ):
@@ -209,6 +212,7 @@ def test_the_gradient_of_a_label_that_is_almost_certain_is_not_rounded_away(in_r
     np.testing.assert_allclose(gradient[0, 0], -12 * rest / (1 + rest), rtol=1e-2)
 
 
+@pytest.mark.kernels
 def test_a_temperature_does_not_make_slopes_overflow(in_rows):
     kernel = KERNEL / 5000
 
@@ -225,6 +229,7 @@ def test_a_temperature_does_not_make_slopes_overflow(in_rows):
         assert error <= 2e-3 * np.linalg.norm(wanted)
 
 
+@pytest.mark.kernels
 def test_classes_that_are_masked_have_no_gradient(in_rows):
     mask = np.zeros(CLASSES, "float32")
     mask[:200] = -np.inf
@@ -355,6 +360,7 @@ KINDS = ["tied", "capped", "dense", "softmax", "softmax apart", "einsum"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled
+@pytest.mark.kernels
 def test_a_training_in_chunks_is_that_of_all_logits(kind, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     expected = unchunked(trained, decoder(kind))
@@ -384,6 +390,7 @@ ACCURACIES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled
+@pytest.mark.kernels
 def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
     keras_mp.set_global_policy("mixed_float16")
 
@@ -454,6 +461,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.kernels
 def test_so_it_is_with(options, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     expected = unchunked(trained, decoder(), **options)
@@ -462,6 +470,7 @@ def test_so_it_is_with(options, every_head_is_large, made):
 
 
 @pytest.mark.parametrize("kind", ["a mask", "two outputs"])
+@pytest.mark.kernels
 def test_so_it_is_with_models_of_another_form(kind, every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
 
@@ -484,6 +493,7 @@ def test_so_it_is_with_models_of_another_form(kind, every_head_is_large, made):
     assert made
 
 
+@pytest.mark.kernels
 def test_so_it_is_with_accumulated_gradients_and_a_skipped_step(
     every_head_is_large, made
 ):
@@ -501,6 +511,7 @@ def test_so_it_is_with_accumulated_gradients_and_a_skipped_step(
     assert made and model.optimizer.skipped_steps > 0
 
 
+@pytest.mark.kernels
 def test_so_it_is_with_smoothed_probabilities(every_head_is_large, made):
     keras_mp.set_global_policy("mixed_float16")
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)

@@ -82,6 +82,7 @@ def signs(model):
 
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize("parts", BEFORE.values(), ids=BEFORE)
+@pytest.mark.kernels
 def test_the_gradient_reads_the_signs_of_the_result(parts, policy):
     with keras_mp.policy_scope(policy):
         assert signs(network(parts)) == ["kept"]

@@ -133,6 +133,7 @@ ONE_PASS, KERAS = (True, False), (False, True)
 
 
 @pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
+@pytest.mark.kernels
 def test_the_loss_of_a_head_has_no_one_hot(units):
     keras_mp.set_global_policy("mixed_float16")
     heads = {

@@ -210,6 +210,7 @@ def loss_and_gradients(case, dtype, wrap=lambda attend: attend, **more):
 @on_jax
 @cases
 @pytest.mark.sampled
+@pytest.mark.kernels
 def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(case, dtype):
     assert {device.platform for device in jax.devices()} == {"cpu"}
     text = lowered(*loss_and_gradients(case, dtype), "cuda")
@@ -225,6 +226,7 @@ def test_it_lowers_to_the_fused_kernel_from_a_process_without_a_gpu(case, dtype)
 @on_jax
 @half
 @pytest.mark.parametrize("wrapper", ["checkpoint", "jit"])
+@pytest.mark.kernels
 def test_so_it_does_within_other_transformations(wrapper, dtype):
     program = loss_and_gradients(Case(7, 7), dtype, getattr(jax, wrapper))
     text = lowered(*program, "cuda")
@@ -251,6 +253,7 @@ def test_on_cpus_products_are_float32():
 @pytest.mark.parametrize(
     ("size", "fused"), [(8, True), (128, True), (12, False), (136, False)]
 )
+@pytest.mark.kernels
 def test_which_heads_the_kernel_takes(size, fused):
     x = np.ones((BATCH, 8, HEADS, size), "float16")
     text = lowered(ops.dot_product_attention, (x, x, x), "cuda")
@@ -280,6 +283,7 @@ BLOCKS = {
 
 @on_jax
 @pytest.mark.parametrize("case", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.kernels
 def test_on_a_tpu_it_is_the_splash_kernel(case, monkeypatch):
     text = lowered(*loss_and_gradients(case, "bfloat16"), "tpu")
     # And two of the gradient: by queries, and by keys and values. What each row of the
@@ -314,6 +318,7 @@ def test_what_the_splash_kernel_does_not_take(case, dtype):
 
 
 @on_jax
+@pytest.mark.kernels
 def test_only_plain_attention_has_a_second_derivative():
     q, k, v, _ = tensors(Case(), "bfloat16")
 
@@ -349,6 +354,7 @@ def test_who_wants_no_fused_kernel_gets_none():
 
 
 @on_jax
+@pytest.mark.kernels
 def test_jax_goes_on_asking_for_cudnn_elsewhere():
     text = lowered(*loss_and_gradients(Case(), "float16"), "cuda")
     assert "__cudnn" in text

@@ -75,6 +75,7 @@ def test_every_layer_is_shown_with_what_it_computes_in_and_the_rule_that_decided
 
 
 @pytest.mark.parametrize("units", [LARGE // 256, LARGE // 512])
+@pytest.mark.kernels
 def test_a_large_head_is_said_to_multiply_in_half_precision(units):
     model = graph(lambda: layers.Dense(256), lambda: layers.Dense(units, name="head"))
     model.compile("sgd", "mse")
@@ -89,6 +90,17 @@ def test_a_large_head_is_said_to_multiply_in_half_precision(units):
         assert (half, copies, row.compute_dtype) == ("float16", 2 * LARGE, "float32")
         assert "output layer; products in float16, results in float32" in row.decided_by
         assert "what the loss sees is not rounded" in text
+
+
+def test_without_kernels_nothing_is_said_of_them():
+    keras_mp.install(kernels=False)
+    keras_mp.set_global_policy("mixed_float16")
+    model = with_large_logits()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    found = keras_mp.inspect(model)
+    assert found.layers[-1].products is None
+    assert found.layers[-1].decided_by == "output layer" and not found.losses
 
 
 def with_large_logits(activation=None):
@@ -110,6 +122,7 @@ def with_large_logits(activation=None):
         (["accuracy"], True, "(1.1 GB) are computed again in the backward pass"),
     ],
 )
+@pytest.mark.kernels
 def test_how_the_loss_reads_large_logits_is_said(metrics, recompute, sentence):
     keras_mp.set_global_policy(keras_mp.MixedFloat16(recompute_logits=recompute))
     model = with_large_logits("softmax")
@@ -124,6 +137,7 @@ def test_how_the_loss_reads_large_logits_is_said(metrics, recompute, sentence):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="there it is the gradient alone")
+@pytest.mark.kernels
 def test_in_how_many_chunks_the_gradient_of_logits_is_computed_is_said():
     keras_mp.set_global_policy("mixed_float16")
     model = with_large_logits()

@@ -247,6 +247,7 @@ def test_an_operation_that_has_moved_is_left_out_with_a_warning(operation, monke
     ("operation", "name"),
     [(x, name) for x in sorted(FASTER) for name in operations.needs_of(x, BACKEND)],
 )
+@pytest.mark.kernels
 def test_a_kernel_goes_without_a_private_name_of_a_framework(
     operation, name, monkeypatch
 ):

@@ -78,6 +78,7 @@ def test_other_derivatives_are_those_of_keras(derivative):
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.kernels
 def test_batch_normalization_in_half_precision_has_it_and_float32_has_not(policy):
     x, _ = data(1)
     with keras_mp.policy_scope(policy):

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.choosing import decision_for
@@ -80,7 +81,7 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     policy = policy_of(layer)
     outputs = [tensor for node in nodes for tensor in node.outputs]
     inputs = [node.input_tensors for node in nodes] or first_input(layer)
-    products = half_products(layer, inputs)
+    products = half_products(layer, inputs) if wanted.kernels else None
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
     variables = private.own_variables(layer)
     weights = copied = counted = None

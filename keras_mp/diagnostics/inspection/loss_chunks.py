@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
 from keras_mp.backends import engine
 from keras_mp.display.tables import in_bytes
 from keras_mp.policies import heads
@@ -23,7 +24,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
         calls: the calls of each layer in a graph, by its id.
     """
     losses = keras.tree.flatten(getattr(model, "loss", None))
-    if not any(map(_is_known, losses)):
+    if not (wanted.kernels and any(map(_is_known, losses))):
         return ()
     sentences = []
     for layer in private.layers_in(model):
