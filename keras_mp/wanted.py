@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def _nothing() -> None:
-    """What there is to put in until `seams` has been imported."""
+    """What there is to put in until `installing` has been imported."""
 
 
 put_in: Callable[[], None] = _nothing

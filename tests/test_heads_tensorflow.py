@@ -29,6 +29,7 @@ def given_to_xla(model):
 
 
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.kernels
 def test_every_product_has_half_operands_and_the_head_float32_results(name):
     make, wide = HEADS[name]
     found = given_to_xla(compiled(make()))
@@ -47,6 +48,7 @@ def test_so_they_do_without_xla():
     assert products_of(model, *data_for(model)) == {"float16": 2, "float32": 3}
 
 
+@pytest.mark.kernels
 def test_a_float16_gradient_is_half_only_where_the_loss_is_scaled():
     model = compiled(ending_in(layers.Dense(CLASSES)), auto_scale_loss=False)
     assert given_to_xla(model) == {"float16": 2, "float16 -> float32": 1, "float32": 2}

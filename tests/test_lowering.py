@@ -18,8 +18,6 @@ from sweeps.layer_cases import cases
 from sweeps.layer_errors import built
 from sweeps.layer_gradients import jax_program
 
-pytestmark = pytest.mark.usefixtures("installed")
-
 FLOAT16, BFLOAT16 = keras_mp.MixedFloat16(), keras_mp.MixedBFloat16()
 # Without the GPU XLA takes tiles of Triton's that do not fit a product, in float32 too.
 OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
@@ -55,6 +53,7 @@ def traced(case, policy):
 def test_a_layer_and_its_gradient_are_lowered(name):
     if name in OF_TENSORFLOW:
         pytest.importorskip("tensorflow")
+    keras_mp.install()  # The policies were made before, and the gates have no conftest.
     for policy, platforms in ((FLOAT16, ["cuda"]), (BFLOAT16, ["cuda", "tpu"])):
         program = traced(ALL[name], policy)
         for each in platforms if sharding() is None else []:

@@ -73,11 +73,11 @@ def makers_in(layer: Any, node: Any) -> Any:
     """The same for a layer that a graph calls, found by calling it as `node` does."""
     if makers_of(layer) is None:
         with contextlib.suppress(symbolic.SymbolicCallError):
-            symbolic.call_like(node, _Watched(name="watched", layer=layer))
+            symbolic.call_like(node, Watched(name="watched", layer=layer))
     return makers_of(layer)
 
 
-class _Watched(keras.Operation):
+class Watched(keras.Operation):
     """A call of a layer that notes what it returns."""
 
     def __init__(self, name: str, layer: Any) -> None:

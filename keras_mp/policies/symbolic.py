@@ -14,7 +14,6 @@ from keras import KerasTensor
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import called_with, children_of, is_graph
-from keras_mp.policies.record import record_of, records
 
 
 def refresh(model: Any, changed: list[Any] | None = None) -> None:
@@ -36,61 +35,31 @@ def refresh(model: Any, changed: list[Any] | None = None) -> None:
             _refresh(layer, stale, done)
 
 
-def make_up(model: Any) -> None:
-    """Calls layers of a model on symbolic tensors that nobody has seen called before.
-
-    They were called before the seams were in: what a first call shows is known then.
-    The dtypes of a model's arguments have to be guessed; it stays unseen if that fails.
-    """
-    if all(_is_seen(layer) for layer in private.layers_in(model)):
-        return
-    with contextlib.suppress(SymbolicCallError):
-        refresh(model)
-    for layer in private.layers_in(model):
-        if isinstance(layer, keras.Model) and not _is_seen(layer):
-            _first_call(layer)
-
-
-def _is_seen(layer: Any) -> bool:
-    if not layer.built or is_graph(layer) or isinstance(layer, keras.layers.InputLayer):
-        return True  # Of a graph only its layers matter.
-    record = records.get(id(layer))
-    return record is not None and record.chosen is not None
-
-
-def _first_call(model: Any) -> None:
-    given = model.get_build_config() or {}
-    for dtype in ("float32", "int32"):
-        args = [_tensors(given[x], dtype) for x in ("input_shape",) if x in given]
-        kwargs = {
-            name.rsplit("_", 1)[0]: _tensors(shape, dtype)
-            for name, shape in given.get("shapes_dict", {}).items()
-        }
-        try:
-            _call(model, tuple(args), kwargs)
-        except SymbolicCallError:
-            record_of(model).called_with = None
-        else:
-            return
-
-
-def _tensors(shapes: Any, dtype: str) -> Any:
-    if isinstance(shapes, dict):
-        return {name: _tensors(shape, dtype) for name, shape in shapes.items()}
-    if any(isinstance(x, (dict, list, tuple)) for x in shapes):
-        return [_tensors(shape, dtype) for shape in shapes]
-    return KerasTensor(shapes, dtype)
-
-
 def call_again(model: Any) -> None:
     """Calls a model that has no graph as it was first called, on symbolic tensors.
 
     Raises:
         SymbolicCallError: where that fails.
     """
-    call = called_with(model)
-    if call is not None:
-        _call(model, *call)
+    arguments = called_with(model)
+    if arguments is not None:
+        call(model, *arguments)
+
+
+def call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTensor]:
+    """Calls an operation with these arguments, which leaves no trace in a graph.
+
+    Raises:
+        SymbolicCallError: where that fails.
+    """
+    nodes = len(private.calls_of(operation))
+    try:
+        with _whole_tracebacks():  # They name the layer that failed.
+            return keras.tree.flatten(operation(*args, **kwargs))
+    except Exception as error:
+        raise SymbolicCallError(operation, error) from error
+    finally:
+        del private.calls_of(operation)[nodes:]
 
 
 def call_like(node: Any, operation: Any) -> None:
@@ -101,7 +70,7 @@ def call_like(node: Any, operation: Any) -> None:
     """
     copies = {id(tensor): _copy(tensor) for tensor in node.input_tensors}
     args, kwargs = node.arguments.fill_in(copies)
-    _call(operation, args, kwargs)
+    call(operation, args, kwargs)
 
 
 def note_float32(layer: Any) -> None:
@@ -187,7 +156,7 @@ def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
             ):
                 copies.update((id(tensor), _copy(tensor)) for tensor in node.outputs)
                 continue
-            outputs = _call(operation, *node.arguments.fill_in(copies))
+            outputs = call(operation, *node.arguments.fill_in(copies))
             for tensor, copy in zip(node.outputs, outputs, strict=True):
                 if tensor.dtype != copy.dtype:
                     moved.add(id(tensor))
@@ -219,17 +188,6 @@ def _copy(tensor: Any, dtype: str | None = None) -> KerasTensor:
     if mask is not None:
         private.set_keras_mask(copy, mask)
     return copy
-
-
-def _call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTensor]:
-    nodes = len(private.calls_of(operation))
-    try:
-        with _whole_tracebacks():  # They name the layer that failed.
-            return keras.tree.flatten(operation(*args, **kwargs))
-    except Exception as error:
-        raise SymbolicCallError(operation, error) from error
-    finally:
-        del private.calls_of(operation)[nodes:]
 
 
 @contextlib.contextmanager
