@@ -41,6 +41,7 @@ from benchmarks.train import suite as train
 from benchmarks.train import train_tables
 from benchmarks.train.cases import TRAIN_CASES, _operations_of_convolutions
 from benchmarks.train.device import peak
+from keras_mp import installing
 from keras_mp.config import policy_scope
 from keras_mp.policies import heads
 
@@ -734,7 +735,8 @@ def test_a_language_model_has_a_head_whose_operands_are_half_precision():
 def test_a_seam_is_measured_and_put_back(case):
     found = next(seams.measure(case, BACKEND, 0.0, smallest=True))
     assert all(ratio["number"] >= MIN_PAIRS for ratio in found["ratios"].values())
-    assert hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
+    installing.uninstall()
+    assert not hasattr(keras.layers.Layer.__call__, "_keras_mp_original")
 
 
 @once

@@ -62,6 +62,7 @@ every_way = pytest.mark.parametrize("how", ["global", "per layer", "converted"])
 @every_map
 @every_way
 @pytest.mark.sampled
+@pytest.mark.usefixtures("installed")
 def test_a_map_says_by_its_paths_what_layers_compute_in(how, name):
     model = model_under(MAPS[name](), how)
     assert computes(model)[0] == computed_in(model) == "float16"

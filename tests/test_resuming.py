@@ -111,6 +111,7 @@ writes = pytest.mark.parametrize("writes", POLICIES)
 @reads
 @writes
 @pytest.mark.sampled
+@pytest.mark.usefixtures("installed")
 def test_a_model_checkpoint_resumes_under_any_policy(written, writes, reads):
     theirs, folder = written[writes]
     model = model_under(reads)
@@ -121,6 +122,7 @@ def test_a_model_checkpoint_resumes_under_any_policy(written, writes, reads):
 @reads
 @writes
 @pytest.mark.sampled
+@pytest.mark.usefixtures("installed")
 def test_backup_and_restore_resumes_under_any_policy(written, writes, reads, tmp_path):
     theirs, folder = written[writes]
     shutil.copytree(folder / "backup", tmp_path / "backup")

@@ -126,7 +126,8 @@ def from_file(config: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> 
     """
     places = {name: config[name] for name in (IN_FILES, IN_BFLOAT16) if name in config}
     optimizer = make({k: v for k, v in config.items() if k not in places})
-    vars(optimizer)[IN_FILES] = places  # Keras does not track it.
+    if places:
+        vars(optimizer)[IN_FILES] = places  # Keras does not track it.
     return optimizer
 
 
