@@ -173,8 +173,8 @@ def _unless_in_float32(wrap: Wrapper, original: Callable) -> Callable:
     def operation(*args: Any, **kwargs: Any) -> Any:
         only_variables = True
         for x in (*args, *kwargs.values()):
-            # The dtype of a variable takes Keras some calls. It follows its layer's,
-            # which the other operand has.
+            # To ask a variable for its dtype takes Keras some calls. It is half where
+            # its layer is, and then so is the other operand.
             if not isinstance(x, variable):
                 dtype = getattr(x, "dtype", None)
                 if dtype in half:
