@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from keras_mp.display.plots.figures import Picture, our_style
+from keras_mp.tools.display.plots.figures import Picture, our_style
 
 _COLOURS = {
     "keras_mp": "#009E73",

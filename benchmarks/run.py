@@ -13,7 +13,7 @@ from typing import NamedTuple
 from benchmarks.processes import Job, Process
 from benchmarks.results import Results
 from benchmarks.suites import Suite, check_names, jobs, suite_named
-from keras_mp.display.progress_bar import progress_bar
+from keras_mp.tools.display.progress_bar import progress_bar
 
 SHORTEST = 5.0  # seconds: with less time left, no job starts
 
@@ -172,5 +172,5 @@ def _draw(plan: Plan) -> pathlib.Path | None:
     if figure is None:
         return None
     path = plan.results.path.with_suffix(".png")
-    importlib.import_module("keras_mp.display.plots").save_png(figure, path)
+    importlib.import_module("keras_mp.tools.display.plots").save_png(figure, path)
     return path

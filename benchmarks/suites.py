@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import SUITES
 from benchmarks.processes import Job
 from benchmarks.results import Record
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
 
 NOT_MEASURED = "not measured"
 

@@ -9,9 +9,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras_mp  # noqa: E402
 from keras_mp.backends.operations import KERNELS, REPAIRS  # noqa: E402
-from keras_mp.display.tables import Table  # noqa: E402
 from keras_mp.replaced import REPLACED  # noqa: E402
 from keras_mp.seams import OF_SHARDS, SEAMS  # noqa: E402
+from keras_mp.tables import Table  # noqa: E402
 
 DOCS = pathlib.Path(__file__).parent
 GENERATED = DOCS / "_generated"

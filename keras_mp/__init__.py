@@ -22,10 +22,10 @@ from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 from keras_mp.sharding import fully_shard
 
 if TYPE_CHECKING:
-    from keras_mp.diagnostics.comparison.comparison import compare
-    from keras_mp.diagnostics.diagnosis.diagnosis import diagnose
-    from keras_mp.diagnostics.float32_search.search import find_float32_layers
-    from keras_mp.diagnostics.inspection.inspection import inspect
+    from keras_mp.tools.comparison.comparison import compare
+    from keras_mp.tools.diagnosis.diagnosis import diagnose
+    from keras_mp.tools.float32_search.search import find_float32_layers
+    from keras_mp.tools.inspection.inspection import inspect
 
 __version__ = "0.2.0"
 
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(f"keras_mp.diagnostics.{_DIAGNOSTICS[name]}")
+    module = importlib.import_module(f"keras_mp.tools.{_DIAGNOSTICS[name]}")
     globals()[name] = getattr(module, name)
     return globals()[name]
 

@@ -10,7 +10,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp import wanted
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies.policy import Policy, as_stock, chooser_of
 
 # What `set_global_policy`, or Keras' setter after it, has set last. Keras keeps its

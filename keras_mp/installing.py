@@ -21,7 +21,7 @@ from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.known import IN_USE
 from keras_mp.backends.repairs import in_float32, remat
 from keras_mp.config import give_back_global_policy
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies import inputs
 
 _KERNELS = "KERAS_MP_KERNELS"

@@ -19,9 +19,9 @@ import keras_mp.keras_private as private
 from keras_mp import compiling, first_step, fitting
 from keras_mp.backends import engine
 from keras_mp.config import note_global_policy, restore_global_policy, show_scope
-from keras_mp.display.messages import warnings_at_the_user
 from keras_mp.loss_scaling import resuming, stage, unscaled
 from keras_mp.loss_scaling.models import losses_in_float32
+from keras_mp.messages import warnings_at_the_user
 from keras_mp.policies import (
     exporting,
     heads,

@@ -11,7 +11,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp import wanted
 from keras_mp.backends import engine
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies.layers import children_of
 from keras_mp.policies.paths import layer_path
 

@@ -23,10 +23,10 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.messages import warn
 from keras_mp.policies.paths import variable_path
 from keras_mp.policies.temporary import (
     computes_in_half,

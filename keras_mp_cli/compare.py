@@ -40,7 +40,7 @@ def compare(
         # The message of keras_mp.compare is enough; an error of the script's own, or of
         # Keras, needs its traceback.
         name = traces(error)[-1].tb_frame.f_globals["__name__"]
-        if not name.startswith("keras_mp.diagnostics"):
+        if not name.startswith("keras_mp.tools"):
             raise
         fail(one_line(error))
     print(comparison)

@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from keras_mp.diagnostics.comparison.comparison import POLICIES, compare
-from keras_mp.diagnostics.comparison.training import Training
-from keras_mp.diagnostics.inspection.inspection import inspect
 from keras_mp.errors import MissingPackageError
 from keras_mp.policies.hardware import recommended_policy
+from keras_mp.tools.comparison.comparison import POLICIES, compare
+from keras_mp.tools.comparison.training import Training
+from keras_mp.tools.inspection.inspection import inspect
 from keras_mp_cli.digits import Images, convolutions, load_digits
 
 # Small, so that twelve epochs are more than the 2000 finite steps in a row after
@@ -161,7 +161,7 @@ def speed_sentence(results: list[Result]) -> str:
 def can_draw(console: Console) -> bool:
     """Whether there will be a picture; if not, prints what it needs."""
     try:
-        import keras_mp.display.plots  # noqa: F401
+        import keras_mp.tools.display.plots  # noqa: F401
     except MissingPackageError as error:
         console.print(f"No picture. {error}", markup=False, soft_wrap=True)
         return False
@@ -170,7 +170,7 @@ def can_draw(console: Console) -> bool:
 
 def draw(results: list[Result], out: str) -> None:
     """Writes the losses under all policies, and the loss scale under mixed_float16."""
-    from keras_mp.display.plots import plot_training, save_png
+    from keras_mp.tools.display.plots import plot_training, save_png
 
     losses = {training.policy: training.losses for training, _ in results}
     recorders = [recorder for _, recorder in results]

@@ -1,6 +1,6 @@
 """`keras-mp doctor`."""
 
-from keras_mp.diagnostics.doctor import examine
+from keras_mp.tools.doctor import examine
 
 
 def doctor() -> None:

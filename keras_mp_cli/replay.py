@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import keras
 
 import keras_mp
-from keras_mp.diagnostics.breakpoint import replay as breakpoints
 from keras_mp.errors import BreakpointError
+from keras_mp.tools.breakpoint import replay as breakpoints
 from keras_mp_cli.messages import fail, one_line
 from keras_mp_cli.scripts import import_script
 

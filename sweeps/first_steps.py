@@ -25,7 +25,7 @@ with `retake_steps=0`, and as it is. `make sweep-first-steps` measures anew, on 
 def main() -> None:
     os.environ["KERAS_BACKEND"] = "jax"
     from benchmarks.quality.tasks import TASKS
-    from keras_mp.display.tables import Table
+    from keras_mp.tables import Table
 
     tasks = {task.name: task for task in TASKS}
     cases = {

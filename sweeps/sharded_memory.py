@@ -18,7 +18,7 @@ def main() -> None:
     """Trains for two steps on 1, 2 and 4 processes, and prints what each holds."""
     from torch import multiprocessing
 
-    from keras_mp.display.tables import Table
+    from keras_mp.tables import Table
 
     rows = []
     for count in (0, *PROCESSES):

@@ -16,7 +16,7 @@ import numpy as np
 from keras import layers
 from test_overflow_breakpoint import build, data, fit
 
-import keras_mp.display.plots  # noqa: F401
+import keras_mp.tools.display.plots  # noqa: F401
 from keras_mp.callbacks import OverflowBreakpoint
 
 WIDE = [lambda: layers.Dense(200, name="wide"), lambda: layers.Dense(200, name="more")]

@@ -17,10 +17,10 @@ from workplace import block, real, write
 import keras_mp
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.diagnostics.comparison import judgement
-from keras_mp.diagnostics.comparison.comparison_report import Comparison
-from keras_mp.diagnostics.comparison.stopwatch import Stopwatch
-from keras_mp.diagnostics.comparison.training import Training
+from keras_mp.tools.comparison import judgement
+from keras_mp.tools.comparison.comparison_report import Comparison
+from keras_mp.tools.comparison.stopwatch import Stopwatch
+from keras_mp.tools.comparison.training import Training
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(48, 8)).astype("float32")
@@ -633,8 +633,8 @@ class Fake:
 def timed(monkeypatch, epochs, known=True, at_once=1, waits=True):
     """What a stopwatch says of calls that take so many seconds, epoch by epoch."""
     device = Device()
-    monkeypatch.setattr("keras_mp.diagnostics.comparison.stopwatch.time", device)
-    monkeypatch.setattr("keras_mp.diagnostics.comparison.stopwatch.ops", device)
+    monkeypatch.setattr("keras_mp.tools.comparison.stopwatch.time", device)
+    monkeypatch.setattr("keras_mp.tools.comparison.stopwatch.ops", device)
     watch = Stopwatch()
     watch.set_model(Fake(at_once))
     steps = len(epochs[0]) * at_once - (at_once - 1)  # The last call has one step.

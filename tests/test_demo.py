@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from workplace import block
 
-from keras_mp.display.plots import plot_training
+from keras_mp.tools.display.plots import plot_training
 from keras_mp_cli import demo as demo_module
 from keras_mp_cli.demo import POLICIES, demo
 

@@ -8,7 +8,7 @@ from backends import BACKEND
 from workplace import real
 
 from keras_mp.backends import devices, engine
-from keras_mp.diagnostics import doctor
+from keras_mp.tools import doctor
 
 
 @pytest.fixture(autouse=True)

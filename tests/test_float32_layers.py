@@ -27,9 +27,9 @@ from test_diagnosis import (
 
 import keras_mp
 from keras_mp.backends.random_draws import same_draws_in_every_dtype
-from keras_mp.diagnostics.float32_search.smallest_set import smallest_set
-from keras_mp.display.progress_bar import _can_show
 from keras_mp.policies.layers import policy_of
+from keras_mp.tools.display.progress_bar import _can_show
+from keras_mp.tools.float32_search.smallest_set import smallest_set
 
 find = keras_mp.find_float32_layers
 

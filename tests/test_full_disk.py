@@ -15,10 +15,10 @@ from processes import run
 from test_overflow_breakpoint import build, build_lambda, fit
 
 from keras_mp.callbacks import OverflowBreakpoint
-from keras_mp.diagnostics.breakpoint import model_file
-from keras_mp.display import file, page
-from keras_mp.display.messages import show_message
-from keras_mp.display.plots import plot_training, save_png
+from keras_mp.messages import show_message
+from keras_mp.tools.breakpoint import model_file
+from keras_mp.tools.display import file, page
+from keras_mp.tools.display.plots import plot_training, save_png
 
 resource = pytest.importorskip("resource")  # Not on Windows.
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -21,7 +21,7 @@ from keras import layers
 import keras_mp
 import keras_mp.keras_private as private
 from keras_mp import installing
-from keras_mp.diagnostics.breakpoint.replay import replay
+from keras_mp.tools.breakpoint.replay import replay
 
 PACKAGE = str(pathlib.Path(keras_mp.__file__).parent)
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")

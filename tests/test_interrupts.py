@@ -14,9 +14,9 @@ from keras import layers
 
 import keras_mp
 from keras_mp import fitting, interrupts
-from keras_mp.callbacks import overflow_breakpoint
 from keras_mp.loss_scaling import retaking
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.tools.breakpoint import overflow_breakpoint
 
 X, Y = np.zeros((64, 64), "float32"), np.zeros((64, 1), "float32")
 WAYS = {"jax": ["{}", '{"steps_per_execution": 3}'], "torch": ["{}"]}.get(

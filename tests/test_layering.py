@@ -24,7 +24,15 @@ COMMAND_LINE = REPOSITORY / "keras_mp_cli"
 # A module imports from its own room and from those above it in this list. A room is a
 # module, or a folder with all that is in it. The last is a package beside keras_mp.
 ROOMS = [
-    ["errors", "display", "interrupts", "keras_private", "replaced", "wanted"],
+    [
+        "errors",
+        "messages",
+        "tables",
+        "interrupts",
+        "keras_private",
+        "replaced",
+        "wanted",
+    ],
     ["backends"],
     ["policies"],
     ["config"],
@@ -35,7 +43,7 @@ ROOMS = [
     ["fitting", "unseen"],
     ["conversion", "seams"],
     ["installing"],
-    ["diagnostics"],
+    ["tools"],
     ["callbacks"],
     ["__init__"],
     ["keras_mp_cli"],
@@ -43,7 +51,7 @@ ROOMS = [
 
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
 # What is imported within one folder alone.
-ONLY_IN = {"backends": FRAMEWORKS, "display.plots": {"matplotlib"}}
+ONLY_IN = {"backends": FRAMEWORKS, "tools.display.plots": {"matplotlib"}}
 
 
 class Import(NamedTuple):

@@ -37,7 +37,11 @@ def error_of(done):
 @pytest.mark.parametrize(
     ("package", "program", "sentence"),
     [
-        ("matplotlib", "    from keras_mp.display.plots import plot_training", DRAWING),
+        (
+            "matplotlib",
+            "    from keras_mp.tools.display.plots import plot_training",
+            DRAWING,
+        ),
         ("rich", "    import keras_mp", "keras_mp needs rich: pip install rich"),
         (
             "sklearn",
@@ -52,7 +56,7 @@ def test_a_missing_package_is_one_sentence(package, program, sentence):
 
 def test_an_error_within_an_installed_package_is_left_as_it_is():
     """Here matplotlib is there, and something that it needs is not."""
-    done = without(["numpy.ma"], "    import keras_mp.display.plots")
+    done = without(["numpy.ma"], "    import keras_mp.tools.display.plots")
     assert "ModuleNotFoundError: import of numpy.ma halted" in done.stderr
     assert "pip install" not in done.stderr
 

@@ -31,12 +31,12 @@ import keras_mp_cli.backends
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import OverflowBreakpoint
-from keras_mp.diagnostics.breakpoint import model_file, skipped_step
-from keras_mp.diagnostics.breakpoint import replay as replay_module
-from keras_mp.diagnostics.breakpoint.batch import batch_of, tensors_of
-from keras_mp.diagnostics.breakpoint.replay import replay
-from keras_mp.diagnostics.breakpoint.skipped_step import set_random_state
 from keras_mp.errors import BreakpointError
+from keras_mp.tools.breakpoint import model_file, skipped_step
+from keras_mp.tools.breakpoint import replay as replay_module
+from keras_mp.tools.breakpoint.batch import batch_of, tensors_of
+from keras_mp.tools.breakpoint.replay import replay
+from keras_mp.tools.breakpoint.skipped_step import set_random_state
 
 RANDOM = np.random.default_rng(0)
 SIZE = 4

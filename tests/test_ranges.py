@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_mp.diagnostics.diagnosis.ranges import BFLOAT16, FLOAT16, joined, range_of
+from keras_mp.tools.diagnosis.ranges import BFLOAT16, FLOAT16, joined, range_of
 
 floats = hnp.arrays(
     "float32",

@@ -19,12 +19,12 @@ from workplace import block
 
 import keras_mp
 from keras_mp.backends import devices
-from keras_mp.diagnostics import doctor
-from keras_mp.diagnostics.diagnosis.ranges import range_of
-from keras_mp.display import page, plots
-from keras_mp.display.tables import Table
 from keras_mp.policies import hardware
 from keras_mp.policies.stock_rules import RULES
+from keras_mp.tables import Table
+from keras_mp.tools import doctor
+from keras_mp.tools.diagnosis.ranges import range_of
+from keras_mp.tools.display import page, plots
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 8)).astype("float32")
@@ -475,14 +475,14 @@ TABLES = {
         lambda: keras_mp.MixedFloat16(float32=[f"{LONG}/{LONG}/.*"]).rules,
         f"{LONG}/{LONG}",
     ),
-    "diagnostics/comparison/comparison_report.py": (compared, "mixed_bfloat16"),
-    "diagnostics/doctor.py": (examined, NO_KERNEL),
-    "diagnostics/float32_search/search_report.py": (searched, f"a_{LONG}/<img"),
-    "diagnostics/inspection/layer_report.py": (
+    "tools/comparison/comparison_report.py": (compared, "mixed_bfloat16"),
+    "tools/doctor.py": (examined, NO_KERNEL),
+    "tools/float32_search/search_report.py": (searched, f"a_{LONG}/<img"),
+    "tools/inspection/layer_report.py": (
         lambda: keras_mp.inspect(modelled("mixed_float16")),
         f"a_{LONG}/{LONG}",
     ),
-    "diagnostics/diagnosis/diagnosis_report.py": (
+    "tools/diagnosis/diagnosis_report.py": (
         lambda: diagnosed("mixed_float16", 1e3),
         f"a_{LONG}/{LONG}",
     ),
@@ -492,7 +492,7 @@ PACKAGE = pathlib.Path(keras_mp.__file__).parent
 
 def test_every_module_that_prints_a_table_is_among_these():
     prints = re.compile(
-        r"^from (keras_mp\.display\.tables|rich\.table) import .*\bTable\b",
+        r"^from (keras_mp\.tables|rich\.table) import .*\bTable\b",
         re.MULTILINE,
     )
     files = [p for p in PACKAGE.rglob("*.py") if prints.search(p.read_text())]

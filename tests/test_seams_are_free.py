@@ -14,20 +14,16 @@ from test_layering import in_a_fresh_interpreter
 import keras_mp
 from keras_mp.backends import known, operations
 
-HEAVY = (
-    "keras_mp.diagnostics",
-    "keras_mp.display.plots",
-    "keras_mp.callbacks.overflow_breakpoint",
-)
+TOOLS = "keras_mp.tools"
 
 
-def test_importing_keras_mp_loads_no_diagnostics_and_no_pictures():
+def test_importing_keras_mp_loads_no_tools_and_no_pictures():
     # They are half of all modules, and of the time.
     loaded = in_a_fresh_interpreter(
         "import json, sys, keras_mp\n"
         "print(json.dumps([n for n in sys.modules if n.startswith('keras_mp.')]))\n"
     )
-    assert [name for name in loaded if name.startswith(HEAVY)] == []
+    assert [name for name in loaded if name.startswith(TOOLS)] == []
 
 
 def test_it_loads_nothing_that_keras_does_not_load_beside_its_own_modules():

@@ -18,12 +18,11 @@ from keras import layers, ops
 from test_layering import modules
 
 import keras_mp
-from keras_mp import installing, sharding, still_kernels
+from keras_mp import installing, messages, sharding, still_kernels
 from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
-from keras_mp.diagnostics.breakpoint import model_file
-from keras_mp.display import messages
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
+from keras_mp.tools.breakpoint import model_file
 
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
 NAN = np.full_like(X, np.nan)
@@ -215,7 +214,7 @@ def adam_in_bfloat16(folder, monkeypatch):
 
 
 @provokes(
-    "callbacks.overflow_breakpoint.on_train_end",
+    "tools.breakpoint.overflow_breakpoint.on_train_end",
     "saw no step: the model has",
     "model.fit(",
 )
@@ -230,7 +229,9 @@ def a_breakpoint_that_saw_no_step(folder, monkeypatch):
     assert model not in next_calls
 
 
-@provokes("callbacks.overflow_breakpoint._after", "could not be saved", "model.fit(")
+@provokes(
+    "tools.breakpoint.overflow_breakpoint._after", "could not be saved", "model.fit("
+)
 def a_breakpoint_that_cannot_be_saved(folder, monkeypatch):
     def full(*args):
         raise OSError("no space left")
@@ -246,7 +247,7 @@ def a_scale_that_keeps_falling(folder, monkeypatch):
 
 
 @provokes(
-    "diagnostics.comparison.comparison.compare",
+    "tools.comparison.comparison.compare",
     "no layer computes",
     "keras_mp.compare(",
 )
@@ -323,14 +324,14 @@ def calls_of_warn():
 @pytest.mark.once("It reads the source.")
 def test_every_warning_is_in_the_table_above():
     found = [*calls_of_warn()]
-    inside = {(where, what) for where, what in found if "display.messages" in where}
+    inside = {(where, what) for where, what in found if "messages" in where}
     assert inside == {
-        ("display.messages.show_message", "warn"),  # See test_full_disk.py.
-        ("display.messages.warn", "warnings.warn_explicit"),
-        ("display.messages.warnings_at_the_user", "warn"),
+        ("messages.show_message", "warn"),  # See test_full_disk.py.
+        ("messages.warn", "warnings.warn_explicit"),
+        ("messages.warnings_at_the_user", "warn"),
     }
     others = [call for call in found if call not in inside]
-    assert {what for _, what in others} == {"warn"}, "Use keras_mp.display.messages."
+    assert {what for _, what in others} == {"warn"}, "Use keras_mp.messages."
     assert {where for where, _ in others} == {*CALLS}
 
 

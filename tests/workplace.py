@@ -60,9 +60,9 @@ FAKES = {
             def text(every_layer):
                 return f"inspected{' whole' if every_layer else ''}: {model}"
             return SimpleNamespace(text=text)
-        from keras_mp.diagnostics import compare
+        from keras_mp.tools import compare
     """,
-    "keras_mp/diagnostics.py": """
+    "keras_mp/tools.py": """
         from types import SimpleNamespace
         def compare(build, train, validation, **options):
             if options["policies"] == ["refused"]:
@@ -172,7 +172,7 @@ def block(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     for name in [package, *sys.modules]:
         if name.partition(".")[0] == package:
             monkeypatch.setitem(sys.modules, name, None)
-        elif name.startswith("keras_mp.display.plots"):
+        elif name.startswith("keras_mp.tools.display.plots"):
             monkeypatch.delitem(sys.modules, name)
 
 

@@ -6,7 +6,7 @@ from benchmarks.compiled.cases import CASES
 from benchmarks.compiled.devices import DEVICES
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED, without_empty
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
 
 FLOAT32, KERAS, OURS = "float32", "Keras", "keras_mp"
 RECOMPUTED, BFLOAT16, BY_HAND = "recompute_logits", "bfloat16", "by hand"

@@ -9,7 +9,7 @@ from benchmarks.cost.peers import PEERS
 from benchmarks.pairs import OFF
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
 
 UNCLEAR = "?"
 REASONS = ("missing", "disagrees", "failed", "slow")  # why a peer has no number

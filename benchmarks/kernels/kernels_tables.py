@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
 
 AMP, FLOAT32, KERAS, OURS = "torch.amp", "float32", "Keras", "keras_mp"
 WAYS = (AMP, FLOAT32, KERAS, OURS)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.quality.quality_tables import KERAS
 from benchmarks.results import Record
-from keras_mp.display.plots.figures import svg_text
+from keras_mp.tools.display.plots.figures import svg_text
 
 _ROWS = {
     "one-bad-image": "one image of 1438\non another scale,\naccuracy",

@@ -8,8 +8,8 @@ from benchmarks import BACKENDS
 from benchmarks.quality.tasks import TASKS, Task
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
-from keras_mp.diagnostics.comparison.judgement import DIFFERS, difference
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
+from keras_mp.tools.comparison.judgement import DIFFERS, difference
 
 UNSCALED, SLOTS, KERAS = "unscaled", "bfloat16 slots", "Keras' "
 _WAYS = ("float32", "mixed_float16", "mixed_bfloat16", "bfloat16", SLOTS, UNSCALED)

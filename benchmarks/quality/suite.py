@@ -16,10 +16,10 @@ from benchmarks.quality.quality_tables import KERAS, SLOTS, UNSCALED, tables, wa
 from benchmarks.quality.tasks import TASKS, Data, Task
 from benchmarks.results import Record
 from benchmarks.suites import Suite
-from keras_mp.diagnostics.comparison.training import Plan, initial_values, train_once
-from keras_mp.diagnostics.data import TrainingData
 from keras_mp.installing import uninstall
 from keras_mp.policies.policy import FLOAT32
+from keras_mp.tools.comparison.training import Plan, initial_values, train_once
+from keras_mp.tools.data import TrainingData
 
 SEEDS = 5
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks import BACKENDS
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED
-from keras_mp.display.tables import Table
+from keras_mp.tables import Table
 
 CASES = {
     "layer-call": "a layer's call outside jit",

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.results import Record
 from benchmarks.suites import NOT_MEASURED, without_empty
 from benchmarks.train.cases import TRAIN_CASES, TrainCase
-from keras_mp.display.tables import Table, in_bytes
+from keras_mp.tables import Table, in_bytes
 
 IN_SHORT = "decoder", "resnet50", "mlp"
 FLOAT32 = "float32", "tf32"

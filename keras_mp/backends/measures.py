@@ -1,4 +1,4 @@
-"""What diagnostics ask of a backend: gradients, programs, devices, memory."""
+"""What tools ask of a backend: gradients, programs, devices, memory."""
 
 import contextlib
 import math

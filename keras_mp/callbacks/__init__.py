@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from keras_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 
 if TYPE_CHECKING:
-    from keras_mp.callbacks.overflow_breakpoint import OverflowBreakpoint
+    from keras_mp.tools.breakpoint.overflow_breakpoint import OverflowBreakpoint
 
 __all__ = ["LossScaleMonitor", "OverflowBreakpoint"]
 
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     if name != "OverflowBreakpoint":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # It imports all of `diagnose`, which a training rarely needs.
-    from keras_mp.callbacks.overflow_breakpoint import OverflowBreakpoint
+    from keras_mp.tools.breakpoint.overflow_breakpoint import OverflowBreakpoint
 
     globals()[name] = OverflowBreakpoint
     return OverflowBreakpoint

@@ -7,10 +7,10 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends.train_step import SCALE, UNDERFLOW, monitored
-from keras_mp.display.messages import show_message, warn
 from keras_mp.loss_scaling.nonfinite import newest_step
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.loss_scaling.schedule import check_whole_number
+from keras_mp.messages import show_message, warn
 
 # How often a scale falls without growing once before there is a warning.
 FALLS = 12

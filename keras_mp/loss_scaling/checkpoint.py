@@ -29,9 +29,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.resuming import ENTRIES, entries_for, warn_of_another
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp.messages import warn
 
 # Counts go on from here at most: beyond 2**31 - 1 they would turn negative.
 _MOST_COUNTED = 2**30

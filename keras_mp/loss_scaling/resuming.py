@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_mp.display.messages import warn, warnings_at_the_user
+from keras_mp.messages import warn, warnings_at_the_user
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 
 # The name under which our LossScaleOptimizer stores its number of entries.

@@ -7,10 +7,10 @@ from typing import Any
 
 from keras import ops
 
-from keras_mp.display.messages import warn
 from keras_mp.errors import TrainingDivergedError
 from keras_mp.loss_scaling.nonfinite import named, newest
 from keras_mp.loss_scaling.schedule import LossScaleState
+from keras_mp.messages import warn
 
 
 class SkipWatch:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 
 # What the step of this thread has scaled and updated so far.
 _thread = threading.local()

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras_mp.keras_private as private
-from keras_mp.display.messages import warn
 from keras_mp.loss_scaling.nonfinite import named
+from keras_mp.messages import warn
 from keras_mp.policies.paths import layer_path
 from keras_mp.rounding.optimizer import parts_of
 

@@ -16,7 +16,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF, WHOLE
 from keras_mp.backends.leaves import leaves
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision

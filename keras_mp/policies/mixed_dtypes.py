@@ -16,7 +16,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import (
     decision_for,

@@ -20,7 +20,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.leaves import is_half_tensor, mapped
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies import inputs
 from keras_mp.policies.choosing import decision_for, keep_own_call_in_float32
 from keras_mp.policies.layers import is_graph, policy_of

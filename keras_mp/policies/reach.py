@@ -8,7 +8,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.paths import layer_path

@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from keras_mp.display.tables import Table
 from keras_mp.policies.layers import keras_path
 from keras_mp.policies.paths import layer_path
+from keras_mp.tables import Table
 
 BACKENDS = ("jax", "tensorflow", "torch")
 

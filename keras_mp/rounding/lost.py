@@ -6,7 +6,7 @@ from typing import Any
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import BFLOAT16
-from keras_mp.display.messages import warn
+from keras_mp.messages import warn
 
 # From here on a number below 1 is rounded to 1.
 _BECOMES_ONE = 1 - 2.0**-9
