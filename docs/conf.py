@@ -8,7 +8,8 @@ import shutil
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras_mp  # noqa: E402
-from keras_mp.backends.operations import KERNELS, REPAIRS  # noqa: E402
+from keras_mp.kernels.table import KERNELS  # noqa: E402
+from keras_mp.repairs.table import REPAIRS  # noqa: E402
 from keras_mp.replaced import REPLACED  # noqa: E402
 from keras_mp.seams import OF_SHARDS, SEAMS  # noqa: E402
 from keras_mp.tables import Table  # noqa: E402

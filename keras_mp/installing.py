@@ -16,25 +16,21 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp import interrupts, seams, wanted
-from keras_mp.backends import engine, operations
+from keras_mp.backends import engine
 from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.known import IN_USE
-from keras_mp.backends.repairs import in_float32, remat
+from keras_mp.backends.step import Step
 from keras_mp.config import give_back_global_policy
 from keras_mp.messages import warn
-from keras_mp.policies import inputs
+from keras_mp.policies import heads, inputs
+from keras_mp.repairs import table as repairs
 
 _KERNELS = "KERAS_MP_KERNELS"
-_REPAIRS: dict[str, Wrapper] = {
-    "Orthogonal.__call__": in_float32.orthogonal,
-    "normalize": in_float32.normalize,
-    "remat": remat.in_its_precision,
-}
 _warned: set[str] = set()
 
 
 class Place(NamedTuple):
-    """An attribute of Keras, and what wraps it."""
+    """An attribute of Keras, or of the core, and what wraps it."""
 
     owner: Any
     name: str
@@ -141,7 +137,7 @@ def _places(kernels: bool) -> Iterator[Place]:
     for name, wrap in engine.interruptible().items():
         yield Place(seams.home_of(f"Model.{name}"), name, wrap)
     for operation, wrap in _operations(kernels).items():
-        place = private.place_of(operation)
+        place = place_of(operation)
         if operation not in _BY_OTHER_THAN_TENSORS:
             wrap = functools.partial(_unless_in_float32, wrap)
         if place is not None:
@@ -153,10 +149,12 @@ def _places(kernels: bool) -> Iterator[Place]:
 # What they go by is no tensor that they take.
 _BY_OTHER_THAN_TENSORS = (
     "Orthogonal.__call__",
+    "Step.faster_updates",
     "Variable.assign",
     "Variable.__array__",
     "arange",
     "convert_to_numpy",
+    "heads.call",
     "moments",
     "remat",
 )
@@ -187,27 +185,47 @@ def _unless_in_float32(wrap: Wrapper, original: Callable) -> Callable:
     return operation
 
 
+# Functions of the core that repairs and kernels wrap, beside those of Keras.
+_CORE: dict[str, tuple[Any, str]] = {
+    "Step.faster_updates": (Step, "faster_updates"),
+    "heads.call": (heads, "call"),
+}
+
+
+def place_of(operation: str) -> tuple[Any, str] | None:
+    """Where an operation of the tables is; None if this Keras has it nowhere."""
+    return _CORE.get(operation) or private.place_of(operation)
+
+
 def _operations(kernels: bool) -> dict[str, Wrapper]:
     """The wrappers of operations that this Keras and this framework can have."""
-    found = {**_REPAIRS, **engine.repairs()}
+    found = repairs.wrappers()
     found |= engine.of_shards() if wanted.shards else {}
-    for operation in [x for x in found if private.place_of(x) is None]:
+    for operation in [x for x in found if place_of(x) is None]:
         del found[operation]
         _say(operation, f"keras: {operation}", "repair")
-    for operation, wrap in engine.kernels().items() if kernels else ():
-        missing = _missing(operation)
+    return {**found, **_kernels()} if kernels else found
+
+
+def _kernels() -> dict[str, Wrapper]:
+    # Imported when it is wanted: a tenth of all modules.
+    from keras_mp.kernels import table
+
+    found = table.wrappers()
+    for operation in [*found]:
+        needs = table.needs_of(operation, keras.backend.backend())
+        missing = _missing(operation, needs)
         if missing:
+            del found[operation]
             _say(operation, missing, "kernel")
-        else:
-            found[operation] = wrap
     return found
 
 
-def _missing(operation: str) -> str | None:
+def _missing(operation: str, needs: tuple[str, ...]) -> str | None:
     """A name that the kernel of an operation needs and that is not there."""
-    if private.place_of(operation) is None:
+    if place_of(operation) is None:
         return f"keras: {operation}"
-    for path in operations.needs_of(operation, keras.backend.backend()):
+    for path in needs:
         try:
             resolve_name(path)
         except (ImportError, AttributeError):

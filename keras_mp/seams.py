@@ -2,7 +2,7 @@
 
 A wrapper is set on the class that defines the method, keeps its name, its signature and
 its docstring, and has no logic of its own. What is wrong or slow in half precision
-stands in two more tables, in `backends/operations.py`; `installing` sets all three.
+stands in two more tables, in `repairs/table.py`; `installing` sets all three.
 """
 
 import contextlib
@@ -198,7 +198,10 @@ def _layer_call(original: Callable) -> Callable:
                     if untried or mixes
                     else contextlib.nullcontext(),
                 ):
-                    result = heads.call(self, (args, kwargs), call)
+                    if heads.is_head(self):
+                        result = heads.call(self, (args, kwargs), call)
+                    else:
+                        result = call()
                     if hidden.makes_output(self):
                         result = hidden.through_float32(result)
                     if to_own_call:

@@ -7,8 +7,8 @@ from distributions import distribution
 from test_chunks import IDS, decoder
 
 import keras_mp
-from keras_mp.backends import products
-from keras_mp.backends.jax import large_heads
+from keras_mp.kernels import products
+from keras_mp.kernels.jax import large_heads
 from keras_mp.policies import weights
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.private import give_cpus_half_products
-from keras_mp.backends.torch import products
+from keras_mp.kernels.torch import products
 
 if not hasattr(torch.ops.aten.mm, "dtype"):
     pytest.skip("torch has such products since 2.8", allow_module_level=True)

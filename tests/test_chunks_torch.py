@@ -16,10 +16,11 @@ from torch import func
 
 import keras_mp
 from benchmarks.kernels.private import TorchDispatchMode
-from keras_mp.backends.products import HalfOperands, half_operands, size_of_chunk
-from keras_mp.backends.torch import cross_entropy
-from keras_mp.backends.torch.logits import known
+from keras_mp.kernels.products import size_of_chunk
+from keras_mp.kernels.torch import cross_entropy
+from keras_mp.kernels.torch.logits import known
 from keras_mp.policies import weights
+from keras_mp.repairs.products import HalfOperands, half_operands
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -14,7 +14,7 @@ import numpy as np
 from keras import layers
 
 import keras_mp
-from keras_mp.backends.jax import convolutions
+from keras_mp.kernels.jax import convolutions
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 BEFORE = {

@@ -17,10 +17,11 @@ from keras import layers
 from products import jaxpr_of, lowered
 
 import keras_mp
-from keras_mp.backends.jax import logits as known_logits
-from keras_mp.backends.jax import one_pass
-from keras_mp.backends.jax.logits import Head, Probabilities
+from keras_mp.kernels.jax.logits import Probabilities
 from keras_mp.policies.weights import LARGE
+from keras_mp.repairs.jax import logits as known_logits
+from keras_mp.repairs.jax import one_pass
+from keras_mp.repairs.jax.logits import Head
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -125,7 +126,7 @@ def one_pass_and_one_hot(head, **options):
     labels = np.zeros((3, *model.output_shape[1:-1]), "int32")
     text = str(jaxpr_of(model, (np.ones((3, 4, 4, 2), "float32"), labels)))
     gc.collect()
-    assert not known_logits._known.facts  # Nothing of a trace stays behind.
+    assert not known_logits.noted.facts  # Nothing of a trace stays behind.
     return "_of_both" in text, "_one_hot" in text
 
 

@@ -19,7 +19,8 @@ if BACKEND == "jax":
     import jax
     from jax.experimental.pallas.ops.tpu import splash_attention as splash_kernels
 
-    from keras_mp.backends.jax import attention, cudnn_attention, splash_attention
+    from keras_mp.kernels.jax import cudnn_attention, splash_attention
+    from keras_mp.repairs.jax import attention
 
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="how JAX lowers it")
 half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -9,8 +9,8 @@ from keras import layers, ops
 from products import products_of
 
 import keras_mp
-from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.policies.weights import LARGE
+from keras_mp.repairs.products import HalfOperands, half_operands
 
 BACKEND = keras.backend.backend()
 POLICIES = {

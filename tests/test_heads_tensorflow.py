@@ -14,7 +14,7 @@ from products import counted, in_hlo, products_of
 from test_heads import CLASSES, HEADS, KEPT, WIDTH, compiled, data_for, ending_in
 
 import keras_mp
-from keras_mp.backends.products import HalfOperands, half_operands
+from keras_mp.repairs.products import HalfOperands, half_operands
 
 
 @pytest.fixture(autouse=True)

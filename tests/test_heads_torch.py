@@ -15,8 +15,8 @@ from test_heads import CLASSES, compiled, data_for, ending_in
 from torch import func
 
 import keras_mp
-from keras_mp.backends.products import HalfOperands, half_operands
-from keras_mp.backends.torch.products import HalfProduct
+from keras_mp.kernels.torch.products import HalfProduct
+from keras_mp.repairs.products import HalfOperands, half_operands
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -13,12 +13,15 @@ from keras import layers, ops
 import keras_mp
 import keras_mp.keras_private as private
 from keras_mp import installing, seams, wanted
-from keras_mp.backends import engine, operations
-from keras_mp.backends.operations import KERNELS, REPAIRS
+from keras_mp.kernels import table
+from keras_mp.kernels.table import KERNELS, needs_of
+from keras_mp.repairs import table as repairs
+from keras_mp.repairs.table import REPAIRS, names_in
 
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
-REPAIRED = operations.names_in(REPAIRS, BACKEND)
-FASTER = operations.names_in(KERNELS, BACKEND)
+REPAIRED = names_in(REPAIRS, BACKEND)
+FASTER = names_in(KERNELS, BACKEND)
+OF_CORE = set(installing._CORE)
 METHODS = [method for seam in seams.SEAMS for method in seam.methods]
 
 
@@ -27,18 +30,18 @@ def in_place():
 
 
 def is_ours(operation):
-    home, name = private.place_of(operation)
+    home, name = installing.place_of(operation)
     return hasattr(vars(home)[name], "_keras_mp_original")
 
 
 # The tables -----------------------------------------------------------------------
 
 
-def test_the_tables_have_what_the_engine_has():
-    own = {*engine.repairs(), *installing._REPAIRS}
+def test_the_tables_name_each_wrapper():
+    own = set(repairs.wrappers())
     # Keras 3.10 has no bidirectional LSTM of cuDNN.
     assert own <= REPAIRED <= own | {"lstm", "bidirectional_lstm"}
-    assert set(engine.kernels()) == FASTER
+    assert set(table.wrappers()) == FASTER
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.operations)
@@ -228,7 +231,7 @@ def test_so_is_the_context_of_a_call(monkeypatch):
 
 # Keras without an LSTM of cuDNN needs no repair of it.
 @pytest.mark.parametrize(
-    "operation", sorted((REPAIRED | FASTER) - {"lstm", "bidirectional_lstm"})
+    "operation", sorted((REPAIRED | FASTER) - {"lstm", "bidirectional_lstm", *OF_CORE})
 )
 @pytest.mark.kernels
 def test_an_operation_that_has_moved_is_left_out_with_a_warning(operation, monkeypatch):
@@ -245,7 +248,7 @@ def test_an_operation_that_has_moved_is_left_out_with_a_warning(operation, monke
 
 @pytest.mark.parametrize(
     ("operation", "name"),
-    [(x, name) for x in sorted(FASTER) for name in operations.needs_of(x, BACKEND)],
+    [(x, name) for x in sorted(FASTER) for name in needs_of(x, BACKEND)],
 )
 @pytest.mark.kernels
 def test_a_kernel_goes_without_a_private_name_of_a_framework(
@@ -271,7 +274,6 @@ def train_a_large_head():
 
 
 OF_TORCH = (
-    "_fused_adam_",
     "_foreach_copy_",
     "_amp_foreach_non_finite_check_and_unscale_",
 )

@@ -34,6 +34,7 @@ ROOMS = [
         "wanted",
     ],
     ["backends"],
+    ["repairs"],
     ["policies"],
     ["config"],
     ["rounding"],
@@ -42,6 +43,7 @@ ROOMS = [
     ["compiling"],
     ["fitting", "unseen"],
     ["conversion", "seams"],
+    ["kernels"],
     ["installing"],
     ["tools"],
     ["callbacks"],
@@ -50,8 +52,16 @@ ROOMS = [
 ]
 
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
-# What is imported within one folder alone.
-ONLY_IN = {"backends": FRAMEWORKS, "tools.display.plots": {"matplotlib"}}
+# The wings, and who imports them: a training does without both.
+WINGS = {
+    "kernels": {"installing", "tools"},
+    "tools": {"__init__", "callbacks", "keras_mp_cli"},
+}
+# What is imported within some folders alone.
+ONLY_IN = {
+    ("backends", "repairs", "kernels"): FRAMEWORKS,
+    ("tools.display.plots",): {"matplotlib"},
+}
 
 
 class Import(NamedTuple):
@@ -155,6 +165,17 @@ def test_no_module_imports_from_a_higher_floor(module):
 
 
 @source
+def test_the_core_imports_neither_kernels_nor_tools(module):
+    name, path = module
+    for imported, line in own_imports(path):
+        own, wing = name.split(".")[0], imported.split(".")[0]
+        assert own in {wing, *WINGS.get(wing, {own})}, (
+            f"{path.relative_to(REPOSITORY)}:{line} imports {imported!r}, of a wing "
+            "that the core does without."
+        )
+
+
+@source
 def test_no_modules_import_each_other_in_a_circle():
     arrows = {
         name: {imported for imported, _ in own_imports(path)} - {name}
@@ -168,17 +189,17 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 @source
-@pytest.mark.parametrize("folder", ONLY_IN)
-def test_frameworks_and_matplotlib_are_imported_in_one_folder_each(module, folder):
+@pytest.mark.parametrize("folders", ONLY_IN)
+def test_frameworks_and_matplotlib_are_imported_in_few_folders(module, folders):
     name, path = module
-    if name.startswith(folder):
+    if name.startswith(folders):
         return
     for imported, line, only_for_types in imports_of(path):
         package = imported.split(".")[0]
         if package in FRAMEWORKS or not only_for_types:
-            assert package not in ONLY_IN[folder], (
+            assert package not in ONLY_IN[folders], (
                 f"{path.relative_to(REPOSITORY)}:{line} imports {imported}: only "
-                f"{folder} imports {package}. Of a framework use keras.ops."
+                f"{', '.join(folders)} import {package}. Of a framework use keras.ops."
             )
 
 

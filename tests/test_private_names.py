@@ -5,7 +5,6 @@ left belongs to another library, and its next release may move it.
 """
 
 import ast
-import pathlib
 import re
 from collections.abc import Iterator
 
@@ -104,29 +103,3 @@ def test_the_search_finds_it(program):
 @once
 def test_the_search_leaves_alone_what_the_file_defines():
     assert not private_uses("self._scale = 1\nother._scale\n_LIMIT = 2\nprint(_LIMIT)")
-
-
-def entries(path: pathlib.Path) -> list[str]:
-    """The functions and names that a private.py offers."""
-    names = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [ast.unparse(target) for target in node.targets]
-    return [name for name in names if not name.startswith("_")]
-
-
-@once
-def test_contributing_says_how_many_private_names_there_are():
-    package = ROOT / "keras_mp"
-    keras_own = len(entries(package / "keras_private.py"))
-    tensorflow, torch, jax = (
-        len(entries(package / f"backends/{backend}/private.py"))
-        for backend in ("tensorflow", "torch", "jax")
-    )
-    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
-    assert (
-        f"{keras_own} private names of Keras, {tensorflow} of TensorFlow, {torch} of "
-        f"torch and {jax} of JAX" in text
-    )

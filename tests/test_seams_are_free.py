@@ -12,18 +12,20 @@ from keras import ops
 from test_layering import in_a_fresh_interpreter
 
 import keras_mp
-from keras_mp.backends import known, operations
+from keras_mp.backends import known
+from keras_mp.kernels.table import KERNELS
+from keras_mp.repairs.table import REPAIRS, names_in
 
-TOOLS = "keras_mp.tools"
+WINGS = "keras_mp.tools", "keras_mp.kernels"
 
 
-def test_importing_keras_mp_loads_no_tools_and_no_pictures():
+def test_importing_keras_mp_loads_neither_tools_nor_kernels():
     # They are half of all modules, and of the time.
     loaded = in_a_fresh_interpreter(
         "import json, sys, keras_mp\n"
         "print(json.dumps([n for n in sys.modules if n.startswith('keras_mp.')]))\n"
     )
-    assert [name for name in loaded if name.startswith(TOOLS)] == []
+    assert [name for name in loaded if name.startswith(WINGS)] == []
 
 
 def test_it_loads_nothing_that_keras_does_not_load_beside_its_own_modules():
@@ -86,7 +88,7 @@ def layers():
 def test_a_layer_call_costs_one_python_call_more(name):
     if BACKEND == "jax":
         # JAX keeps the trace of a step that failed, in another test, with its tensors.
-        resolve_name("keras_mp.backends.jax.logits:_known").facts.clear()
+        resolve_name("keras_mp.repairs.jax.logits:noted").facts.clear()
     keras_mp.install()
     call, number = layers()[name]
     call(), call()
@@ -160,7 +162,7 @@ def test_an_operation_in_float32_passes_one_function_of_ours(name):
     for facts in known.IN_USE:  # Of a step that failed, in another test.
         facts.clear()
     found = ours_in(lambda: FLOAT32[name](x))
-    wrapped = operations.names_in((*operations.REPAIRS, *operations.KERNELS), BACKEND)
+    wrapped = names_in((*REPAIRS, *KERNELS), BACKEND)
     assert len(found) >= (name in wrapped)
     first_tests = ("_unless_in_float32.<locals>.operation", f".<locals>.{name}")
     assert all(x.endswith(first_tests) for x in found), found

@@ -276,7 +276,7 @@ def pure_float16(folder, monkeypatch):
 @provokes("installing._say", "goes without its repair of", "keras_mp.install(")
 def operation_that_has_moved(folder, monkeypatch):
     monkeypatch.setattr(installing, "_warned", set())
-    monkeypatch.setattr(installing.engine, "repairs", lambda: {"gone": lambda f: f})
+    monkeypatch.setattr(installing.repairs, "wrappers", lambda: {"gone": lambda f: f})
     keras_mp.install()
 
 

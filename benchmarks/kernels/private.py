@@ -11,7 +11,7 @@ from keras.src.backend.torch import numpy as keras_numpy
 # Sees every operation that torch runs. Its documented home has this name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from keras_mp.backends.torch import products
+from keras_mp.kernels.torch import products
 
 _PRODUCTS = ("matmul", "einsum", "tensordot", "dot", "inner", "outer", "vdot")
 

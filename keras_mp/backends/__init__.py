@@ -1,4 +1,4 @@
-"""The only place that imports a framework.
+"""What is asked of a framework, and each one's answers.
 
 `engine` is the `Engine` of the backend that Keras runs on: the one choice of a backend.
 """

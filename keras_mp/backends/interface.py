@@ -117,28 +117,6 @@ class Engine(Step, Batches, Measures, Shards):
 
     # What a model's layers ask -----------------------------------------------------
 
-    def note_logits(self, outputs: Any) -> None:
-        """Remembers what a head returned, for the loss that will read it."""
-        return
-
-    half_products = ""
-    """Where half-precision products have float32 results, if not everywhere.
-
-    A phrase that ends a sentence; it begins with a space.
-    """
-
-    keeps_logits = False
-    """Are the logits kept whole even if the loss is computed in chunks?"""
-
-    def number_of_chunks(self, rows: int, classes: int, logits: str) -> int:
-        """The chunks that a large head and its cross-entropy are split into, or 0.
-
-        Args:
-            rows, classes: the shape of the head's logits.
-            logits: as in `HalfOperands`.
-        """
-        return 0
-
     float32_in_cudnn: tuple[type, ...] = ()
     """Layers that cuDNN computes only in float32."""
 
@@ -155,20 +133,6 @@ class Engine(Step, Batches, Measures, Shards):
 
     half_dtypes: frozenset[Any] = frozenset(HALF)
     """Half precision as `dtype` of a tensor, or of a variable of Keras, names it."""
-
-    def repairs(self) -> dict[str, Wrapper]:
-        """Wrappers of operations that are wrong or missing in half precision.
-
-        By their names in `operations.REPAIRS`, without what all backends have.
-        """
-        return {}
-
-    def kernels(self) -> dict[str, Wrapper]:
-        """Wrappers that make a step faster or smaller, each in place of a repair.
-
-        By their names in `operations.KERNELS`. Each can be missing.
-        """
-        return {}
 
     def of_shards(self) -> dict[str, Wrapper]:
         """Wrappers that only sharded weights need."""

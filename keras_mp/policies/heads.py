@@ -13,15 +13,14 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.backends.leaves import leaves
-from keras_mp.backends.products import HalfOperands, half_operands
 from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, Decision
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.weights import bring_to, has_bfloat16, has_large
+from keras_mp.repairs.products import HalfOperands, half_operands
 
 # The metrics, as `compile` takes them, that only read which logit is the largest.
 _OF_CLASSES = (
@@ -38,36 +37,34 @@ IN_FILES = "keras_mp_heads"
 IN_BFLOAT16 = "keras_mp_bfloat16_heads"  # The heads with a bfloat16 kernel.
 
 
-def call(layer: Any, inputs: Any, original: Callable[[], Any]) -> Any:
-    """Calls a layer, which may be a head, with these inputs.
+def is_head(layer: Any) -> bool:
+    decision = decision_for(layer)
+    return decision is not None and decision.head
+
+
+def call(head: Any, inputs: Any, original: Callable[[], Any]) -> Any:
+    """Calls a head with these inputs.
 
     Operands are half precision if the input is, before Keras casts it to float32: raw
     features are not rounded. The same holds in the products of the gradient, unless it
     would be float16 and its loss is not scaled.
     """
-    decision = decision_for(layer)
-    if decision is None or not decision.head:
-        return original()
-    dtype = half_products(layer, inputs)
+    dtype = half_products(head, inputs)
     if dtype is None:
         scope: Any = contextlib.nullcontext()
-        if has_bfloat16(layer.weights):  # They meet inputs from a float32 layer.
+        if has_bfloat16(head.weights):  # They meet inputs from a float32 layer.
             scope = private.AutocastScope("float32")
         with scope:
-            outputs = original()
-        engine.note_logits(outputs)
-        return outputs
-    keeps_range = dtype == "bfloat16" or records[id(layer)].loss_is_scaled
+            return original()
+    keeps_range = dtype == "bfloat16" or records[id(head)].loss_is_scaled
     gradient = dtype if keeps_range else "float32"
-    tied = any(getattr(x, "tie_weights", False) for x in private.layers_in(layer))
+    tied = any(getattr(x, "tie_weights", False) for x in private.layers_in(head))
     # bfloat16 weights have bfloat16 gradients, summed or not.
-    tied = tied and not has_bfloat16(layer.weights)
-    how = HalfOperands(dtype, gradient, tied, *reading_of_logits(layer))
+    tied = tied and not has_bfloat16(head.weights)
+    how = HalfOperands(dtype, gradient, tied, *reading_of_logits(head))
     # Keras autocasts an embedding within a float32 layer that does not autocast.
     with half_operands(how), private.AutocastScope(None):
-        outputs = original()
-    engine.note_logits(outputs)
-    return outputs
+        return original()
 
 
 def reading_of_logits(layer: Any) -> tuple[str, bool]:
@@ -83,8 +80,7 @@ def reading_of_logits(layer: Any) -> tuple[str, bool]:
 
 def half_products(layer: Any, inputs: Any) -> str | None:
     """The dtype of the operands of a layer's products; None for its own."""
-    decision = decision_for(layer)
-    if decision is None or not decision.head or not has_large(layer):
+    if not (is_head(layer) and has_large(layer)):
         return None
     dtypes = {
         keras.backend.standardize_dtype(x.dtype)
@@ -104,7 +100,7 @@ def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     heads = {
         place: layer
         for place, layer in enumerate(private.layers_in(model))
-        if (decision := decision_for(layer)) and decision.head and has_large(layer)
+        if is_head(layer) and has_large(layer)
     }
     optimizer = config.get("optimizer")
     if heads and isinstance(optimizer, dict):
@@ -159,7 +155,6 @@ def note_compiled(layers: list[Any], scaled: bool, metrics: Any) -> None:
     known = {x in _OF_CLASSES or type(x) in _OF_CLASSES for x in given if x is not None}
     read = "logits" if False in known else "classes" if known else "nothing"
     for layer in layers:
-        decision = decision_for(layer)
-        if decision is not None and decision.head:
+        if is_head(layer):
             record = records[id(layer)]
             record.loss_is_scaled, record.metrics_read = scaled, read

@@ -1,4 +1,4 @@
-"""What keras_mp asks of JAX: its parts, the train step of `fit`, and the repairs."""
+"""What keras_mp asks of JAX: its parts, the train step of `fit`."""
 
 import contextlib
 import functools
@@ -12,24 +12,10 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.interface import HALF, Engine, Wrapper
-from keras_mp.backends.jax import (
-    activations,
-    attention,
-    compilation,
-    convolutions,
-    cross_entropy,
-    interruptible,
-    logits,
-    moments,
-    products,
-    recurrent,
-    softmax,
-)
+from keras_mp.backends.jax import compilation, interruptible
 from keras_mp.backends.jax.batches import JaxBatches
 from keras_mp.backends.jax.measures import JaxMeasures
-from keras_mp.backends.jax.step import JaxStep, derived_as, is_summed_in_half
-from keras_mp.backends.products import REPAIRS, number_of_chunks
-from keras_mp.backends.repairs import broadcasting
+from keras_mp.backends.jax.step import JaxStep
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 
 
@@ -39,8 +25,6 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
     differentiates_in_outputs = False
 
     compiled = staticmethod(compilation.compiled)
-    note_logits = staticmethod(logits.note_outputs)
-    number_of_chunks = staticmethod(number_of_chunks)
     half_dtypes = frozenset((*HALF, jnp.dtype("float16"), jnp.dtype("bfloat16")))
     float32_in_cudnn = (keras.layers.LSTM,)
 
@@ -107,26 +91,6 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
             return logs, (after[0], non_trainable, optimizer, metrics)
 
         return undoing
-
-    def repairs(self) -> dict[str, Wrapper]:
-        return {
-            **REPAIRS,
-            **broadcasting.repairs(is_summed_in_half, derived_as),
-            **recurrent.repairs(),
-            "dot_product_attention": attention.in_half_precision,
-            "softmax": softmax.in_float32,
-            "sparse_categorical_crossentropy": cross_entropy.in_one_pass,
-        }
-
-    def kernels(self) -> dict[str, Wrapper]:
-        return {
-            **logits.kernels(broadcasting.repairs(is_summed_in_half, derived_as)),
-            **convolutions.kernels(products.kernels()),
-            **cross_entropy.kernels(),
-            **activations.kernels(),
-            **moments.kernels(),
-            "dot_product_attention": attention.chosen_by_device,
-        }
 
     def interruptible(self) -> dict[str, Wrapper]:
         verbs = "fit", "evaluate", "predict"

@@ -13,7 +13,7 @@ from jax.experimental.sparse import BCOO
 
 import keras_mp.keras_private as private
 from keras_mp.backends import reductions
-from keras_mp.backends.jax import compilation, convolutions, rounding
+from keras_mp.backends.jax import compilation, rounding
 from keras_mp.backends.jax.compilation import compiled
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.step import FINITE, NAN, Step, Update
@@ -213,38 +213,6 @@ def all_finite(codes: Any) -> Any:
         return not codes.any()
     finite = lax.eq(codes, lax.full_like(codes, FINITE))
     return lax.reduce(finite, np.True_, lax.bitwise_and, (0,))
-
-
-def is_summed_in_half(x1: Any, x2: Any) -> bool:
-    """Does JAX sum the gradient of a broadcast operand in half precision?"""
-    return (
-        # Outside a trace, nothing is differentiated.
-        (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
-        and isinstance(x1, jax.Array)
-        and isinstance(x2, jax.Array)
-        and x1.dtype == x2.dtype
-        and x1.dtype.name in ("float16", "bfloat16")
-        and x1.shape != x2.shape
-    )
-
-
-def derived_as(wide: Callable, plain: Callable, *operands: Any) -> Any:
-    """Calls `plain` with the derivative of `wide`, another way to write the function.
-
-    XLA would broadcast once, before a loop, and read the result in each of its steps.
-    """
-
-    @jax.custom_jvp
-    def run(*operands: Any) -> Any:
-        return plain(*operands)
-
-    @run.defjvp
-    def derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-        return run(*primals), jax.jvp(wide, primals, tangents)[1]
-
-    result = run(*operands)
-    convolutions.pass_on(operands, result)
-    return result
 
 
 class JaxStep(Step):

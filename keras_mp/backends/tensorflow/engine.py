@@ -1,4 +1,4 @@
-"""What keras_mp asks of TensorFlow: its parts, `fit`'s train step, and the repairs."""
+"""What keras_mp asks of TensorFlow: its parts, `fit`'s train step."""
 
 import contextlib
 import functools
@@ -10,16 +10,11 @@ import tensorflow as tf
 import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.interface import HALF, Engine, Wrapper
-from keras_mp.backends.products import REPAIRS
-from keras_mp.backends.repairs import arange, attention, broadcasting
 from keras_mp.backends.step import Update
-from keras_mp.backends.tensorflow import (
-    products,
-    replicas,
-)
+from keras_mp.backends.tensorflow import replicas
 from keras_mp.backends.tensorflow.batches import TensorFlowBatches
 from keras_mp.backends.tensorflow.measures import TensorFlowMeasures
-from keras_mp.backends.tensorflow.step import TensorFlowStep, is_summed_in_half
+from keras_mp.backends.tensorflow.step import TensorFlowStep
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
 
 
@@ -28,7 +23,6 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
 
     check_strategy = staticmethod(replicas.check_strategy)
     half_dtypes = frozenset((*HALF, tf.float16, tf.bfloat16))
-    half_products = " where XLA compiles"
     dtype_errors = (
         *Engine.dtype_errors,
         tf.errors.InvalidArgumentError,  # Two dtypes meet.
@@ -120,17 +114,6 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
         except (RuntimeError, ValueError):
             # A model with a custom `train_step` may not build this way: leave it.
             pass
-
-    def repairs(self) -> dict[str, Wrapper]:
-        return {
-            **REPAIRS,
-            **broadcasting.repairs(is_summed_in_half),
-            "dot_product_attention": attention.scaled_first,
-            "arange": arange.made_in_float32,
-        }
-
-    def kernels(self) -> dict[str, Wrapper]:
-        return products.kernels()
 
 
 def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:

@@ -118,18 +118,6 @@ def all_finite(codes: tf.Tensor) -> tf.Tensor:
     return tf.reduce_all(tf.equal(codes, _FINITE))
 
 
-def is_summed_in_half(x1: Any, x2: Any) -> bool:
-    """Does TensorFlow sum the gradient of a broadcast operand in half precision?"""
-    return (
-        isinstance(x1, tf.Tensor)
-        and isinstance(x2, tf.Tensor)
-        and x1.dtype == x2.dtype
-        and x1.dtype.name in ("float16", "bfloat16")
-        and None not in (x1.shape.rank, x2.shape.rank)
-        and not tf.config.list_physical_devices("GPU")
-    )
-
-
 class TensorFlowStep(Step):
     """Its methods without a docstring are those of `Step`."""
 

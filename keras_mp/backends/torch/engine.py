@@ -1,4 +1,4 @@
-"""What keras_mp asks of torch: its parts, the train step of `fit`, and the repairs."""
+"""What keras_mp asks of torch: its parts, the train step of `fit`."""
 
 import collections
 from collections.abc import Callable, Iterable
@@ -11,16 +11,7 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.interface import HALF, Engine, Wrapper
-from keras_mp.backends.products import REPAIRS
-from keras_mp.backends.torch import (
-    cross_entropy,
-    layouts,
-    logits,
-    normalization,
-    products,
-    sharding,
-    writes,
-)
+from keras_mp.backends.torch import sharding, writes
 from keras_mp.backends.torch.batches import TorchBatches
 from keras_mp.backends.torch.measures import TorchMeasures
 from keras_mp.backends.torch.private import copy_all
@@ -32,32 +23,11 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
 
     half_dtypes = frozenset((*HALF, torch.float16, torch.bfloat16))
-    half_products = " on NVIDIA's GPUs"
-    keeps_logits = True
-    number_of_chunks = staticmethod(cross_entropy.number_of_chunks)
     fully_shard = staticmethod(sharding.fully_shard)
     shards_in_vain = staticmethod(sharding.shards_in_vain)
     shard_like = staticmethod(sharding.shard_like)
     among_shards = staticmethod(sharding.among_shards)
     write_file = staticmethod(sharding.write_file)
-
-    def repairs(self) -> dict[str, Wrapper]:
-        return {
-            **REPAIRS,
-            "Variable.assign": writes.reach_the_variable,
-            "dot_product_attention": layouts.attention_as_it_is,
-        }
-
-    def kernels(self) -> dict[str, Wrapper]:
-        wrappers = products.kernels()
-        of_heads = wrappers["conv"]
-        return {
-            **wrappers,
-            **logits.kernels(),
-            **cross_entropy.kernels(),
-            "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
-            "BatchNormalization.call": normalization.in_one_kernel,
-        }
 
     def of_shards(self) -> dict[str, Wrapper]:
         return {

@@ -11,7 +11,6 @@ from torch import cuda
 from keras_mp.backends.devices import Device, parse_capability
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.measures import WIDE_INTEGERS, IntegerCast, Measures
-from keras_mp.backends.torch import logits
 from keras_mp.backends.torch.private import is_transformed
 
 
@@ -25,9 +24,9 @@ def differentiate(
         here = isinstance(x, torch.Tensor) and not is_transformed(x)
         if not (here and x.is_floating_point()):
             return x, False
-        seen.append(x)
-        logits.known.forget(x)  # Or the loss would bypass x in the gradient.
-        return x, True
+        # Nothing is known of another tensor, so the loss does not bypass it.
+        seen.append(x.view_as(x))
+        return seen[-1], True
 
     # Keras assigns in place, though the graph may need the old value, as for a stateful
     # LSTM's states. In this scope Keras only notes what is assigned.

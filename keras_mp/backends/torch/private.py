@@ -39,13 +39,13 @@ def unscale_and_check() -> Callable | None:
     return getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 
 
-def fused_adam() -> Callable | None:
-    """Adam in one kernel.
+def fused_adam() -> Callable:
+    """Adam in one kernel, if this torch has it: see `kernels/table.py`.
 
     `torch.optim.Adam(fused=True)` keeps the moments itself, and adds epsilon in another
     place than Keras.
     """
-    return getattr(torch, "_fused_adam_", None)
+    return torch._fused_adam_
 
 
 def copy_all(copies: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -10,9 +10,12 @@ from torch import distributed
 
 from keras_mp.backends import own_methods
 from keras_mp.backends.step import INFINITE, NAN, Step
-from keras_mp.backends.torch import adam, rounding
+from keras_mp.backends.torch import rounding
 from keras_mp.backends.torch.private import unscale_and_check
 from keras_mp.backends.torch.sharding import local
+
+# Devices with one kernel for Adam's update, and one that checks all gradients.
+HAVE_KERNELS = ("cpu", "cuda")
 
 
 def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
@@ -30,7 +33,7 @@ def unscale_in_place(
     device = present[0].device
     alike = all(g.layout == torch.strided and g.device == device for g in present)
     in_one_kernel = unscale_and_check()
-    if not alike or device.type not in adam.HAVE_KERNELS or in_one_kernel is None:
+    if not alike or device.type not in HAVE_KERNELS or in_one_kernel is None:
         return None
     own = _own_memory(grads, variables)
     unscaled = [
@@ -105,7 +108,6 @@ class TorchStep(Step):
     unscale_in_place = staticmethod(unscale_in_place)
     check = staticmethod(check)
     nonfinite = staticmethod(nonfinite)
-    faster_updates = staticmethod(adam.in_one_kernel)
     stochastic_rounding = staticmethod(rounding.stochastic_rounding)
 
     @contextlib.contextmanager

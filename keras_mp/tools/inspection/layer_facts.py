@@ -12,6 +12,7 @@ import keras_mp.keras_private as private
 from keras_mp import wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16, HALF
+from keras_mp.kernels.table import own as kernels
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.heads import half_products
 from keras_mp.policies.layers import children_of, first_input, is_graph, policy_of
@@ -120,7 +121,7 @@ def _decided_by(layer: Any, parent: Any, products: str | None) -> str:
     if decision is not None and decision.rule and products:
         return (
             f"{decision.rule.name}; products in {products}, results in float32"
-            f"{engine.half_products}"
+            f"{kernels.HALF_PRODUCTS}"
         )
     if decision is not None:
         in_cudnn = isinstance(layer, engine.float32_in_cudnn)

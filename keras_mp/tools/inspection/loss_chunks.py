@@ -7,7 +7,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp import wanted
-from keras_mp.backends import engine
+from keras_mp.kernels.table import own as kernels
 from keras_mp.policies import heads
 from keras_mp.policies.paths import layer_path
 from keras_mp.tables import in_bytes
@@ -30,8 +30,8 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
     for layer in private.layers_in(model):
         for node in calls.get(id(layer), []):
             (*_, shape) = (tensor.shape for tensor in node.outputs)
-            kernels = [v.shape for v in _matrices(layer) if shape[-1] in v.shape]
-            known = kernels and None not in shape[1:]
+            shapes = [v.shape for v in _matrices(layer) if shape[-1] in v.shape]
+            known = shapes and None not in shape[1:]
             if known and heads.half_products(layer, node.input_tensors):
                 rows = _BATCH * math.prod(shape[1:-1])
                 sentences.append(_sentence(layer, rows, shape[-1]))
@@ -41,12 +41,12 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
 def _sentence(layer: Any, rows: int, classes: int) -> str:
     """The sentence about a head with logits (rows, classes); empty if these are few."""
     mode, _ = heads.reading_of_logits(layer)
-    number = engine.number_of_chunks(rows, classes, mode)
-    if engine.keeps_logits:
+    number = kernels.number_of_chunks(rows, classes, mode)
+    if kernels.KEEPS_LOGITS:
         mode = "kept"
     elif not number:
         mode = "whole"
-        number = engine.number_of_chunks(rows, classes, "in chunks")
+        number = kernels.number_of_chunks(rows, classes, "in chunks")
     if not number:
         return ""
     path, size_of = layer_path(layer), in_bytes(4 * rows * classes)
@@ -55,7 +55,7 @@ def _sentence(layer: Any, rows: int, classes: int) -> str:
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
-        "kept": f"head and loss are differentiated {chunks}{engine.half_products}: "
+        "kept": f"head and loss are differentiated {chunks}{kernels.HALF_PRODUCTS}: "
         f"the gradient of the logits would take {size_of}",
         "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
         f"head and loss are computed {chunks}",
@@ -71,7 +71,7 @@ def _matrices(layer: Any) -> list[Any]:
 
 def _is_known(loss: Any) -> bool:
     """Is it computed in chunks?"""
-    if engine.keeps_logits:
+    if kernels.KEEPS_LOGITS:
         return isinstance(loss, _SPARSE) and _reads_logits(loss)
     if isinstance(loss, keras.losses.CategoricalCrossentropy):
         return _reads_logits(loss)

@@ -11,11 +11,11 @@ import keras
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from keras_mp.backends import products
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.jax import logits
-from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.products import HalfOperands
+from keras_mp.kernels import products
+from keras_mp.kernels.jax import logits
+from keras_mp.kernels.jax.logits import Product
+from keras_mp.repairs.products import HalfOperands
 
 
 def kernels() -> dict[str, Wrapper]:

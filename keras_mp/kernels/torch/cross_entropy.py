@@ -14,10 +14,11 @@ import torch
 from keras import ops
 
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.products import HalfOperands, size_of_chunk
-from keras_mp.backends.torch.logits import known
 from keras_mp.backends.torch.private import is_watched
-from keras_mp.backends.torch.products import half_product, product_in_float32
+from keras_mp.kernels.products import size_of_chunk
+from keras_mp.kernels.torch.logits import known
+from keras_mp.kernels.torch.products import half_product, product_in_float32
+from keras_mp.repairs.products import HalfOperands
 
 _IGNORED = -100  # The label that torch ignores.
 # Bytes of logits. A GPU's pass over this many takes longer than its launch in Python.

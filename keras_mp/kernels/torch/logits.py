@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.known import IN_USE, Known
-from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.torch.private import is_transformed
+from keras_mp.repairs.products import HalfOperands
 
 
 class Product(NamedTuple):

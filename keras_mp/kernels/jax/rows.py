@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_mp.backends.jax import one_pass
-from keras_mp.backends.jax import targets as of_targets
-from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.jax.products import in_float32, multiply
+from keras_mp.kernels.jax import targets as of_targets
+from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels.jax.products import in_float32, multiply
+from keras_mp.repairs.jax import one_pass
 
 # Slopes by the logits are at most 1, and kept times this. In float16 those below 2**-32
 # are then 0, and those above 2**-21 have 11 bits. The inputs are divided by it, and

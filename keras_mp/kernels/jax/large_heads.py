@@ -12,9 +12,9 @@ from typing import Any
 import keras
 from jax import lax
 
-from keras_mp.backends.jax import chunks, rows
-from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.products import number_of_chunks
+from keras_mp.kernels.jax import chunks, rows
+from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels.products import number_of_chunks
 
 
 def number_for(head: Product) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from keras_mp.backends.jax import one_pass
+from keras_mp.repairs.jax import one_pass
 
 
 def are_probabilities(targets: Any) -> bool:

@@ -15,20 +15,22 @@ from jax import lax
 from keras import ops
 
 from keras_mp.backends.interface import HALF
-from keras_mp.backends.jax import compilation, cudnn_attention, splash_attention
+from keras_mp.backends.jax import compilation
+
+# What platforms compute it with, of a call's (query, key, value, bias, mask).
+Fused = Callable[..., dict[str, Callable]]
 
 
-def in_half_precision(original: Callable) -> Callable:
-    """Wraps Keras' `dot_product_attention`: we compute its calls in half precision."""
-    return _attention_of(original, fused=False)
+def _none(*tensors: Any) -> dict[str, Callable]:
+    return {}
 
 
-def chosen_by_device(original: Callable) -> Callable:
-    """The same, by the fused kernel that the device has."""
-    return _attention_of(original, fused=True)
+def in_half_precision(original: Callable, fused: Fused = _none) -> Callable:
+    """Wraps Keras' `dot_product_attention`: we compute its calls in half precision.
 
-
-def _attention_of(original: Callable, fused: bool) -> Callable:
+    Args:
+        fused: the kernels that devices have for the tensors of a call.
+    """
 
     @functools.wraps(original)
     def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -47,7 +49,7 @@ def _attention_of(original: Callable, fused: bool) -> Callable:
                 **options,
             )
         query, key, value = (x.astype(dtype) for x in tensors)
-        fuses = fused and asked_for is None
+        fuses = fused if asked_for is None else _none
         return _in_half(query, key, value, fused=fuses, **options)
 
     return attention
@@ -57,7 +59,7 @@ def _in_half(
     query: Any,
     key: Any,
     value: Any,
-    fused: bool,
+    fused: Fused,
     bias: Any = None,
     mask: Any = None,
     scale: Any = None,
@@ -100,7 +102,7 @@ def _attention(
     mask: Any,
     scale: float,
     is_causal: bool,
-    fused: bool,
+    fused: Fused,
 ) -> Any:
     options: dict[str, Any] = {"scale": scale, "is_causal": is_causal}
     plain = functools.partial(
@@ -111,10 +113,8 @@ def _attention(
     branches: dict[str, Callable] = {"cpu": in_float32, "default": plain}
     if query.dtype == "float16":
         branches["tpu"] = in_float32
-    if fused and cudnn_attention.takes(query, key, value):
-        branches["cuda"] = functools.partial(cudnn_attention.attend, **options)
-    if fused and splash_attention.takes(query, key, value, bias, mask):
-        branches["tpu"] = functools.partial(splash_attention.attend, **options)
+    for platform, attend in fused(query, key, value, bias, mask).items():
+        branches[platform] = functools.partial(attend, **options)
     return lax.platform_dependent(query, key, value, bias, mask, **branches)
 
 

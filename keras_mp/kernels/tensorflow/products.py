@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.backends import matrices, products
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.products import HalfOperands
 from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.step import compiled_by_xla
+from keras_mp.kernels import matrices, products
+from keras_mp.repairs.products import HalfOperands
 
 
 def kernels() -> dict[str, Wrapper]:

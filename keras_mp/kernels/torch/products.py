@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from keras import ops
 
-from keras_mp.backends import matrices, products
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.products import HalfOperands
-from keras_mp.backends.torch import logits
+from keras_mp.kernels import matrices, products
+from keras_mp.kernels.torch import logits
+from keras_mp.repairs.products import HalfOperands
 
 # torch has had the kernel since 2.8; ROCm refuses it.
 _KNOWN = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None

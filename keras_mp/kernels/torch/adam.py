@@ -6,32 +6,36 @@ Keras takes ten kernels, with copies of all weights between them.
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp import wanted
 from keras_mp.backends.own_methods import own_methods
 from keras_mp.backends.torch.private import fused_adam
 from keras_mp.backends.torch.sharding import local
-
-# Devices with one kernel for Adam's update, and one that checks all gradients.
-HAVE_KERNELS = ("cpu", "cuda")
+from keras_mp.backends.torch.step import HAVE_KERNELS
 
 
-def in_one_kernel(optimizers: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """Lets Keras' Adam and AdamW update in one kernel, within this context.
+def in_one_kernel(original: Callable) -> Callable:
+    """Wraps `Step.faster_updates`: Keras' Adam and AdamW update in one kernel.
 
     Other optimizers, and clipping, decay, averages and accumulation, stay Keras' own.
     """
-    return own_methods(
-        (o, {private.UPDATE_STEP: functools.partial(_update, o)})
-        for o in optimizers
-        if _is_adam(type(o))
-    )
+
+    @functools.wraps(original)
+    def faster_updates(
+        self: Any, optimizers: Iterable[Any]
+    ) -> contextlib.AbstractContextManager:
+        return own_methods(
+            (o, {private.UPDATE_STEP: functools.partial(_update, o)})
+            for o in optimizers
+            if _is_adam(type(o))
+        )
+
+    return faster_updates
 
 
 def _is_adam(kind: type) -> bool:
@@ -45,8 +49,7 @@ def _update(
     # Each process updates its own shards.
     weights, parts = [local(v.value) for v in variables], [*map(local, grads)]
     slots = [[*map(local, x)] for x in private.adam_slots(optimizer, variables)]
-    kernel = fused_adam()
-    if not (kernel and _have_kernel([*weights, *itertools.chain(*slots)], parts)):
+    if not _have_kernel([*weights, *itertools.chain(*slots)], parts):
         update = getattr(type(optimizer), private.UPDATE_STEP)
         update(optimizer, grads, variables, learning_rate)
         return
@@ -54,7 +57,7 @@ def _update(
     corrections = torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
     # Keras adds epsilon before it corrects. So the rate holds both corrections, and the
     # kernel gets an infinite step, for which its own corrections are 1.
-    kernel(
+    fused_adam()(
         weights,
         [g.contiguous() for g in parts],
         *slots,
@@ -72,8 +75,7 @@ def _update(
 def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:
     device = written[0].device
     return (
-        wanted.kernels
-        and device.type in HAVE_KERNELS
+        device.type in HAVE_KERNELS
         and not torch.compiler.is_compiling()  # It has no shapes for a tensor rate.
         and private.get_stateless_scope() is None
         and all(x.dtype == torch.float32 and x.device == device for x in grads)

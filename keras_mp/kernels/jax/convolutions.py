@@ -5,7 +5,7 @@ input, and so writes and keeps both.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,10 +31,20 @@ def kernels(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
     return {**others, **noted, "relu": _relu_of_a_convolution}
 
 
-def pass_on(operands: Sequence[Any], result: Any) -> None:
-    """Notes the sum of a convolution's result and a bias as such a result, too."""
-    if _results.facts and any(map(_results.get, operands)):
-        _results.note(result, True)
+def passed_on(derived: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes the sum of a convolution's result and a bias as such a result, too.
+
+    Args:
+        derived: computes it, as `derived(wide, plain, *operands)`.
+    """
+
+    def summed(wide: Callable, plain: Callable, *operands: Any) -> Any:
+        result = derived(wide, plain, *operands)
+        if _results.facts and any(map(_results.get, operands)):
+            _results.note(result, True)
+        return result
+
+    return summed
 
 
 def _noted(original: Callable) -> Callable:

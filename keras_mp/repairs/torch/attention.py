@@ -1,27 +1,22 @@
-"""Attention and convolutions in half precision without copies of their inputs.
+"""Attention in half precision, with the right gradient for rows that see nothing.
 
-Keras copies them into the order in memory that some kernel of an older torch wanted.
-Today's kernels take any order, with the same results.
+Keras copies its inputs into the order in memory that some kernel of an older torch
+wanted. Today's kernels take any order, with the same results.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import torch
 from keras import ops
 
-from keras_mp.backends.interface import HALF
+from keras_mp.backends.leaves import is_half_tensor
 
 # Added to a masked logit, this is as good as -inf. If a whole row is masked, -inf gives
 # nan, and a number near bfloat16's largest, as in Keras, makes torch's kernels return a
 # gradient that is too large by the number of keys.
 _MASKED = -45850.0
-
-
-def _is_half(x: torch.Tensor) -> bool:
-    return keras.backend.standardize_dtype(x.dtype) in HALF
 
 
 def attention_as_it_is(original: Callable) -> Callable:
@@ -40,7 +35,7 @@ def attention_as_it_is(original: Callable) -> Callable:
     ) -> Any:
         tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
         alike = len({(x.dtype, x.ndim) for x in tensors}) == 1
-        half = _is_half(tensors[0]) and tensors[0].ndim == 4
+        half = is_half_tensor(tensors[0]) and tensors[0].ndim == 4
         asked = any(x is not None for x in rest.values())
         asked = asked or (bias is not None and mask is not None)
         heads, of_keys = (x.shape[2] for x in tensors[:2]) if half else (0, 0)
@@ -87,28 +82,3 @@ def _added_for(mask: Any, query: Any, key: Any, is_causal: bool) -> torch.Tensor
         mask = mask & torch.ones(shape, dtype=torch.bool, device=mask.device).tril()
     none = torch.zeros((), dtype=query.dtype, device=mask.device)
     return torch.where(mask, none, _MASKED)
-
-
-def convolution_as_it_is(original: Callable) -> Callable:
-    """Wraps `conv` of images with channels last, an order that torch supports."""
-
-    @functools.wraps(original)
-    def conv(
-        inputs: Any,
-        kernel: Any,
-        strides: Any = 1,
-        padding: str = "valid",
-        data_format: str | None = None,
-        dilation_rate: Any = 1,
-    ) -> Any:
-        x = ops.convert_to_tensor(inputs)
-        last = data_format or keras.config.image_data_format()
-        if not _is_half(x) or x.ndim < 4 or last != "channels_last":
-            return original(
-                inputs, kernel, strides, padding, data_format, dilation_rate
-            )
-        x = x.movedim(-1, 1)
-        y = original(x, kernel, strides, padding, "channels_first", dilation_rate)
-        return y.movedim(1, -1)
-
-    return conv

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_mp.backends.jax import one_pass
-from keras_mp.backends.jax import targets as of_targets
-from keras_mp.backends.jax.logits import Product
-from keras_mp.backends.jax.products import in_float32, multiply
-from keras_mp.backends.products import size_of_chunk
+from keras_mp.kernels.jax import targets as of_targets
+from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels.jax.products import in_float32, multiply
+from keras_mp.kernels.products import size_of_chunk
+from keras_mp.repairs.jax import one_pass
 
 
 def losses(head: Product, number: int, *operands: Any) -> Any:

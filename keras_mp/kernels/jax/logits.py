@@ -14,13 +14,10 @@ import keras
 from jax import lax
 
 from keras_mp.backends.interface import Wrapper, around
-from keras_mp.backends.jax.private import are_of_one_trace
 from keras_mp.backends.known import IN_USE, Known
-from keras_mp.backends.products import HalfOperands
-
-
-class Head:
-    """Logits that a head returned and made in an unknown way."""
+from keras_mp.kernels.jax.private import are_of_one_trace
+from keras_mp.repairs.jax.logits import known, note, noted
+from keras_mp.repairs.products import HalfOperands
 
 
 class Product(NamedTuple):
@@ -62,15 +59,8 @@ class Probabilities(NamedTuple):
 
 
 _PRODUCT = object()  # Stands for the product itself, which nothing may keep alive.
-_known: Known[Head | Product | Probabilities] = Known()
 _classes: Known[Any] = Known()  # The classes of the largest logits.
-IN_USE.extend((_known.facts, _classes.facts))
-known = _known.get
-
-
-def note(tensor: Any, fact: Head | Product | Probabilities) -> None:
-    if isinstance(tensor, jax.Array):
-        _known.note(tensor, fact)
+IN_USE.append(_classes.facts)
 
 
 def note_classes(losses: Any, output: Any, classes: Any) -> Any:
@@ -103,16 +93,21 @@ def _note_outside(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
     return losses, tangents[0]
 
 
-def note_outputs(outputs: Any) -> None:
-    """Remembers what a head returns."""
-    for output in keras.tree.flatten(outputs):
-        fact = known(output)
-        logits = fact.logits if isinstance(fact, Probabilities) else output
-        product = known(logits)
-        if isinstance(product, Product):
-            note(logits, product._replace(returned=True))
-        elif fact is None:
-            note(output, Head())
+def of_heads(original: Callable) -> Callable:
+    """Wraps the call of a head, which returns logits or their softmax."""
+
+    @functools.wraps(original)
+    def call(*args: Any) -> Any:
+        outputs = original(*args)
+        for output in keras.tree.flatten(outputs):
+            fact = known(output)
+            logits = fact.logits if isinstance(fact, Probabilities) else output
+            product = known(logits)
+            if isinstance(product, Product):
+                note(logits, product._replace(returned=True))
+        return outputs
+
+    return call
 
 
 def kernels(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
@@ -140,7 +135,7 @@ def _followed(original: Callable) -> Callable:
     @functools.wraps(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if kwargs or not _known.facts:
+        if kwargs or not noted.facts:
             return result
         products = [x for x in args if isinstance(known(x), Product)]
         if len(products) == 1 and products[0].shape == result.shape:

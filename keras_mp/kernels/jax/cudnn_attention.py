@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_mp.backends.jax.private import cudnn_assumed
+from keras_mp.kernels.jax.private import cudnn_assumed
 
 # The size of a head is a multiple of 8, up to the first; before Hopper, the second.
 LARGEST, LARGEST_BEFORE_HOPPER = 256, 128

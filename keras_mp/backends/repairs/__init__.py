@@ -1,1 +1,0 @@
-"""Operations of Keras' backends that fail in half precision, repaired."""

@@ -1,0 +1,1 @@
+"""What makes a step faster or smaller, and can be left out."""

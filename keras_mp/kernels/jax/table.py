@@ -1,0 +1,33 @@
+"""The kernels on JAX."""
+
+from keras_mp.backends.interface import Wrapper
+from keras_mp.kernels.jax import (
+    activations,
+    attention,
+    convolutions,
+    cross_entropy,
+    logits,
+    moments,
+    products,
+)
+from keras_mp.kernels.products import number_of_chunks
+from keras_mp.repairs.jax import broadcasting
+from keras_mp.repairs.jax.logits import of_heads
+
+__all__ = ["HALF_PRODUCTS", "KEEPS_LOGITS", "number_of_chunks", "wrappers"]
+
+HALF_PRODUCTS = ""
+KEEPS_LOGITS = False
+
+
+def wrappers() -> dict[str, Wrapper]:
+    sums = broadcasting.repairs(convolutions.passed_on(broadcasting.derived_as))
+    return {
+        **logits.kernels(sums),
+        **convolutions.kernels(products.kernels()),
+        **cross_entropy.kernels(),
+        **activations.kernels(),
+        **moments.kernels(),
+        "dot_product_attention": attention.chosen_by_device,
+        "heads.call": lambda call: logits.of_heads(of_heads(call)),
+    }

@@ -1,0 +1,30 @@
+"""The kernels on torch."""
+
+from keras_mp.backends.interface import Wrapper
+from keras_mp.kernels.torch import (
+    adam,
+    cross_entropy,
+    layouts,
+    logits,
+    normalization,
+    products,
+)
+from keras_mp.kernels.torch.cross_entropy import number_of_chunks
+
+__all__ = ["HALF_PRODUCTS", "KEEPS_LOGITS", "number_of_chunks", "wrappers"]
+
+HALF_PRODUCTS = " on NVIDIA's GPUs"
+KEEPS_LOGITS = True
+
+
+def wrappers() -> dict[str, Wrapper]:
+    found = products.kernels()
+    of_heads = found["conv"]
+    return {
+        **found,
+        **logits.kernels(),
+        **cross_entropy.kernels(),
+        "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
+        "BatchNormalization.call": normalization.in_one_kernel,
+        "Step.faster_updates": adam.in_one_kernel,
+    }

@@ -1,0 +1,29 @@
+"""The repairs on TensorFlow."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.backends.interface import Wrapper
+from keras_mp.repairs import broadcasting
+from keras_mp.repairs.tensorflow import arange, attention
+
+
+def wrappers() -> dict[str, Wrapper]:
+    return {
+        **broadcasting.repairs(_is_summed_in_half),
+        "dot_product_attention": attention.scaled_first,
+        "arange": arange.made_in_float32,
+    }
+
+
+def _is_summed_in_half(x1: Any, x2: Any) -> bool:
+    """Does TensorFlow sum the gradient of a broadcast operand in half precision?"""
+    return (
+        isinstance(x1, tf.Tensor)
+        and isinstance(x2, tf.Tensor)
+        and x1.dtype == x2.dtype
+        and x1.dtype.name in ("float16", "bfloat16")
+        and None not in (x1.shape.rank, x2.shape.rank)
+        and not tf.config.list_physical_devices("GPU")
+    )

@@ -1,0 +1,1 @@
+"""Repairs on torch."""
