@@ -5,25 +5,25 @@ whose private names this Keras, or this framework, has not got is left out with 
 warning; a seam that cannot be set is an error, and nothing is set then.
 """
 
+import collections
 import functools
-import importlib.metadata
+import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
-
-import keras
 
 import keras_mp.keras_private as private
 from keras_mp import interrupts, seams, wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.known import IN_USE
 from keras_mp.backends.step import Step
 from keras_mp.config import give_back_global_policy
 from keras_mp.messages import warn
 from keras_mp.policies import heads, inputs
 from keras_mp.repairs import table as repairs
+from keras_mp.repairs.guard import guarded
+from keras_mp.repairs.table import EACH, HALF, HEADS, Row, rows_of
 
 _KERNELS = "KERAS_MP_KERNELS"
 _warned: set[str] = set()
@@ -136,53 +136,9 @@ def _places(kernels: bool) -> Iterator[Place]:
             yield Place(seams.home_of(method), name, seam.wrap)
     for name, wrap in engine.interruptible().items():
         yield Place(seams.home_of(f"Model.{name}"), name, wrap)
-    for operation, wrap in _operations(kernels).items():
-        place = place_of(operation)
-        if operation not in _BY_OTHER_THAN_TENSORS:
-            wrap = functools.partial(_unless_in_float32, wrap)
-        if place is not None:
-            yield Place(*place, wrap)
+    yield from _operations(kernels)
     if not isinstance(private.tracebacks, private.Missing):
         yield Place(private.tracebacks, private.INCLUDE_FRAME, seams.include_frame)
-
-
-# What they go by is no tensor that they take.
-_BY_OTHER_THAN_TENSORS = (
-    "Orthogonal.__call__",
-    "Step.faster_updates",
-    "Variable.assign",
-    "Variable.__array__",
-    "arange",
-    "convert_to_numpy",
-    "heads.call",
-    "moments",
-    "remat",
-)
-
-
-def _unless_in_float32(wrap: Wrapper, original: Callable) -> Callable:
-    """Wraps an operation where it takes half precision, or logits that a loss follows.
-
-    Any other call passes this function alone.
-    """
-    wrapped, half, in_use = wrap(original), engine.half_dtypes, IN_USE
-    variable = keras.Variable
-
-    def operation(*args: Any, **kwargs: Any) -> Any:
-        only_variables = True
-        for x in (*args, *kwargs.values()):
-            # To ask a variable for its dtype takes Keras some calls. It is half where
-            # its layer is, and then so is the other operand.
-            if not isinstance(x, variable):
-                dtype = getattr(x, "dtype", None)
-                if dtype in half:
-                    return wrapped(*args, **kwargs)
-                only_variables = only_variables and dtype is None
-        if only_variables or any(in_use):
-            return wrapped(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    return operation
 
 
 # Functions of the core that repairs and kernels wrap, beside those of Keras.
@@ -197,35 +153,38 @@ def place_of(operation: str) -> tuple[Any, str] | None:
     return _CORE.get(operation) or private.place_of(operation)
 
 
-def _operations(kernels: bool) -> dict[str, Wrapper]:
-    """The wrappers of operations that this Keras and this framework can have."""
-    found = repairs.wrappers()
-    found |= engine.of_shards() if wanted.shards else {}
-    for operation in [x for x in found if place_of(x) is None]:
-        del found[operation]
-        _say(operation, f"keras: {operation}", "repair")
-    return {**found, **_kernels()} if kernels else found
+def _operations(kernels: bool) -> Iterator[Place]:
+    """The operations that this Keras and this framework can have."""
+    of_shards = engine.of_shards() if wanted.shards else {}
+    tables = [("repair", repairs.REPAIRS, {**repairs.wrappers(), **of_shards})]
+    if kernels:
+        # Imported when it is wanted: a tenth of all modules.
+        from keras_mp.kernels import table
+
+        tables.append(("kernel", table.KERNELS, table.wrappers()))
+    # For each operation, what wraps which calls: a kernel comes before a repair.
+    found: dict[str, dict[str, Wrapper]] = collections.defaultdict(dict)
+    for kind, rows, wrappers in tables:
+        for operation, wrap in wrappers.items():
+            own = rows_of(operation, rows)
+            missing = _missing(operation, own)
+            if missing:
+                _say(operation, missing, kind)
+            else:
+                by = [row.by for row in own] or [EACH]
+                found[operation] |= dict.fromkeys(by, wrap)
+    for operation, calls in found.items():
+        wrap = calls.get(EACH) or guarded(calls.get(HALF), calls.get(HEADS))
+        place = place_of(operation)
+        if place is not None:
+            yield Place(*place, wrap)
 
 
-def _kernels() -> dict[str, Wrapper]:
-    # Imported when it is wanted: a tenth of all modules.
-    from keras_mp.kernels import table
-
-    found = table.wrappers()
-    for operation in [*found]:
-        needs = table.needs_of(operation, keras.backend.backend())
-        missing = _missing(operation, needs)
-        if missing:
-            del found[operation]
-            _say(operation, missing, "kernel")
-    return found
-
-
-def _missing(operation: str, needs: tuple[str, ...]) -> str | None:
-    """A name that the kernel of an operation needs and that is not there."""
+def _missing(operation: str, rows: list[Row]) -> str | None:
+    """A name that the wrapper of an operation needs and that is not there."""
     if place_of(operation) is None:
         return f"keras: {operation}"
-    for path in needs:
+    for path in (name for row in rows for name in row.needs):
         try:
             resolve_name(path)
         except (ImportError, AttributeError):
@@ -238,7 +197,7 @@ def _say(operation: str, name: str, kind: str) -> None:
         return
     _warned.add(name)
     package = name.split(".")[0].split(":")[0]
-    version = importlib.metadata.version(package)
+    version = importlib.import_module(package).__version__
     price = {
         "repair": "in half precision it is Keras' own, which may be wrong",
         "kernel": "steps are right, and slower or larger",

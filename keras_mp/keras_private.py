@@ -7,6 +7,7 @@ names have none. `tests/test_keras_private.py` checks each of them against Keras
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,7 +67,7 @@ backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
 backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
 backend_core = _find("keras.src.backend:ops.core", "keras.src:backend")
 # `keras.remat` looks the function of the backend up here.
-backend_remat = _find("keras.src.backend:core", "keras.src.backend:ops.core")
+backend_remat = _find("keras.src.backend:core", "keras.src.backend:ops")
 # Recurrent layers look up their kernels here. Before Keras 3.16 `rnn` is a function.
 _backend = _find("keras.src:backend")
 backend_rnn = _backend.rnn if isinstance(_backend.rnn, ModuleType) else _backend
@@ -137,7 +138,11 @@ def check() -> None:
 
 
 def _names_used_by(owner: Any) -> set[Any]:
-    functions = (inspect.unwrap(x) for x in vars(owner).values() if callable(x))
+    members = [
+        (x.fget, x.fset) if isinstance(x, property) else (x,)
+        for x in vars(owner).values()
+    ]
+    functions = (inspect.unwrap(x) for x in itertools.chain(*members) if callable(x))
     codes = [x.__code__ for x in functions if inspect.isfunction(x)]
     return {name for code in codes for name in (*code.co_names, *code.co_consts)}
 
@@ -154,7 +159,6 @@ def place_of(operation: str) -> tuple[Any, str] | None:
         backend_numpy,
         backend_nn,
         backend_rnn,
-        backend_remat,
     )
     if owner:
         kinds = (
@@ -167,6 +171,8 @@ def place_of(operation: str) -> tuple[Any, str] | None:
         places, name = (ops_nn,), NORMALIZE
     elif operation == "Variable.assign":
         name = WRITE
+    elif operation == "remat":
+        places = (backend_remat,)
     return next(((place, name) for place in places if name in vars(place)), None)
 
 
@@ -243,9 +249,16 @@ def is_autocast_to_half() -> bool:
     return autocast_dtype() in ("float16", "bfloat16")
 
 
+# The context of the call that is under way in this thread, or None. Not a function of
+# ours: every call of a model asks.
+call_under_way = functools.partial(
+    _global_state.get_global_attribute, "current_call_ctx"
+)
+
+
 def is_in_a_call() -> bool:
     """Is the call of a layer under way in this thread? Keras keeps its context."""
-    return _global_state.get_global_attribute("current_call_ctx") is not None
+    return call_under_way() is not None
 
 
 def layer_in_call() -> Any:

@@ -181,10 +181,13 @@ def _layer_call(original: Callable) -> Callable:
                 outputs.note_first_call(self, args)
                 choose_policy(self)
                 inputs.keep_input_dtypes(self)
-            if inputs.keeps_input_dtypes(self):
+                if outermost:
+                    hidden.note_makers(self)
+                record = records.get(id(self))
+            if record and record.keeps_input_dtypes:
                 args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
             mixes = record and record.mixes
-            makers = hidden.makers_within(self) if outermost else None
+            makers = record.makers if record and outermost else None
             if untried or within or mixes or makers:
                 call = functools.partial(original, self, *args, **kwargs)
                 if untried:
@@ -219,6 +222,7 @@ def _layer_call(original: Callable) -> Callable:
             if not outermost:
                 return result
             if first:
+                hidden.note_makers(self)
                 warn_of_torchs_own(self)
             if first and self.compiled and not is_graph(self):
                 outputs.note_compiled(self)
@@ -266,7 +270,8 @@ def _in_a_call() -> Iterator[None]:
 
 
 def _is_outermost() -> bool:
-    return not (private.is_in_a_call() or getattr(_thread, "in_a_call", False))
+    in_a_call = getattr(_thread, "in_a_call", False)
+    return not in_a_call and private.call_under_way() is None
 
 
 def _layer_get_config(original: Callable) -> Callable:

@@ -164,7 +164,7 @@ def test_an_operation_in_float32_passes_one_function_of_ours(name):
     found = ours_in(lambda: FLOAT32[name](x))
     wrapped = names_in((*REPAIRS, *KERNELS), BACKEND)
     assert len(found) >= (name in wrapped)
-    first_tests = ("_unless_in_float32.<locals>.operation", f".<locals>.{name}")
+    first_tests = ("_guarded.<locals>.operation", f".<locals>.{name}")
     assert all(x.endswith(first_tests) for x in found), found
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 
 from keras_mp.backends.interface import Wrapper
-from keras_mp.repairs.table import Row
+from keras_mp.repairs.table import EACH, HEADS, Row
 
-KERNELS = (
+KERNELS: tuple[Row, ...] = (
     Row(
         "matmul einsum conv",
         "jax torch",
@@ -20,6 +20,7 @@ KERNELS = (
         "NVIDIA GPUs",
         "a step is 1.02 to 1.16 times as fast, by the size of the kernel: four Dense, "
         "compiled for an H100",
+        by=HEADS,
     ),
     Row(
         "matmul einsum conv",
@@ -30,6 +31,7 @@ KERNELS = (
             "tensorflow.compiler.tf2xla.python.xla:dot_general",
             "tensorflow.compiler.xla.xla_data_pb2:DotDimensionNumbers",
         ),
+        by=HEADS,
     ),
     Row(
         "dot_product_attention",
@@ -47,12 +49,21 @@ KERNELS = (
         "jax",
         "a large head's loss comes in chunks of rows: float32 logits are never whole",
         "in the suite `compiled`: README's decoder",
+        by=HEADS,
     ),
     Row(
-        "heads.call add subtract multiply divide tanh where softmax argmax",
+        "heads.call",
+        "jax",
+        "lets that loss know which logits a model returns",
+        "what the chunks need",
+        by=EACH,
+    ),
+    Row(
+        "add subtract multiply divide tanh where softmax argmax",
         "jax",
         "let that loss know what was done to the logits; metrics take its classes",
         "what the chunks need",
+        by=HEADS,
     ),
     Row(
         "gelu selu",
@@ -72,12 +83,14 @@ KERNELS = (
         "jax",
         "over a batch or a group: a gradient of one pass, in half-precision layers",
         "ResNet-50: 4.35 ms, not 4.67, and 1.62 GB, not 1.67; compiled for an H100",
+        by=EACH,
     ),
     Row(
         "sparse_categorical_crossentropy add",
         "torch",
         "a large head's loss comes in chunks: its slopes are never whole",
         "half of the memory of a `torch.amp` step: the suite `kernels`",
+        by=HEADS,
     ),
     Row(
         "conv",
@@ -97,6 +110,7 @@ KERNELS = (
         "one kernel writes all variables of Adam and AdamW",
         "the suite `kernels`",
         ("torch:_fused_adam_",),
+        by=EACH,
     ),
 )
 
@@ -107,11 +121,3 @@ own: Any = importlib.import_module(f"keras_mp.kernels.{keras.backend.backend()}.
 def wrappers() -> dict[str, Wrapper]:
     """The wrappers of this backend, by the names of `KERNELS`."""
     return own.wrappers()
-
-
-def needs_of(operation: str, backend: str) -> tuple[str, ...]:
-    """The private names that the kernel of an operation needs."""
-    rows = [r for r in KERNELS if operation in r.operations.split()]
-    return tuple(
-        name for row in rows if backend in row.backends.split() for name in row.needs
-    )

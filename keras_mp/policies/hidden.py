@@ -7,7 +7,6 @@ end for Grad-CAM, which asks for the gradient of a class in a feature map.
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,15 +18,13 @@ from keras_mp.backends.known import Known
 from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.policies import returned
 from keras_mp.policies.layers import is_graph
+from keras_mp.policies.record import record_of
 
 # Each thread sets and removes its own entry alone.
 #
 # By thread: what makes the results that the outermost call may hand out, layers and
 # operations, by the id of the graph that calls them; None: no graph does.
 within: dict[int, dict[int | None, set[int]]] = {}
-
-# The same for each model with a graph, which does not change.
-_of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 # Tensors that a call goes on with -> the float32 ones that they were cast from.
 _wide: Known[Any] = Known()
@@ -47,18 +44,25 @@ def passed_on(makers: dict[int | None, set[int]] | None) -> Iterator[None]:
         within.pop(thread, None)
 
 
-def makers_within(model: Any) -> dict[int | None, set[int]]:
-    """What makes the outputs that a model may hand out; see `within`."""
-    if not engine.differentiates_in_outputs:
-        return {}
-    if not is_graph(model):
-        makers = keras.tree.flatten(returned.makers_of(model))
-        return {None: {id(m) for m in makers if m}} if len(makers) > 1 else {}
-    if isinstance(model, keras.Sequential):
-        return {}
-    if model not in _of_graphs:
-        _of_graphs[model] = _in_graph(model)
-    return _of_graphs[model]
+def note_makers(model: Any) -> None:
+    """Remembers what makes the outputs that a model may hand out; see `within`.
+
+    A model without a graph shows it in its first call.
+    """
+    record = record_of(model)
+    if record.makers is None:
+        found: dict[int | None, set[int]] = {}
+        if not engine.differentiates_in_outputs or isinstance(model, keras.Sequential):
+            pass
+        elif is_graph(model):
+            found = _in_graph(model)
+        elif record.returned is None:
+            return
+        else:
+            makers = keras.tree.flatten(returned.makers_of(model))
+            if len(makers) > 1:
+                found = {None: {id(maker) for maker in makers if maker}}
+        record.makers = found
 
 
 def _in_graph(graph: Any) -> dict[int | None, set[int]]:

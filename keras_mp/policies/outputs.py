@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp.backends import engine
 from keras_mp.backends.leaves import is_half_tensor, leaves
 from keras_mp.policies import hidden, returned, symbolic
 from keras_mp.policies.choosing import (
@@ -116,6 +117,9 @@ def in_float32(
     output layer of a graph, or the whole of a subclassed model, with a `dtype` of
     Keras' own.
     """
+    is_one = not isinstance(outputs, dict | list | tuple)
+    if is_one and getattr(outputs, "dtype", None) not in engine.half_dtypes:
+        return outputs  # Of most calls, without another function.
     if not any(map(is_half, leaves(outputs))):
         return outputs
     flat = keras.tree.flatten(outputs)

@@ -25,6 +25,7 @@ _REMEMBERED = (
     "called_with",
     "untried",
     "returned",
+    "makers",
     "keeps_input_dtypes",
     "mixes",
     "loss_is_scaled",
@@ -47,6 +48,8 @@ class Record:
         untried: whether it has code of the user's that has not run on values yet.
         returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
+        makers: for a model, what makes the outputs that it may hand out, or None while
+            that is not known; see `hidden.within`.
         keeps_input_dtypes: whether Keras' cast of its inputs was turned off.
         mixes: for a model, whether its own `call` mixes dtypes; see `own_calls`.
         loss_is_scaled: for a head, whether the loss that reads it is scaled.
@@ -70,6 +73,7 @@ class Record:
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
         self.untried = False
         self.returned: Any = None
+        self.makers: dict[int | None, set[int]] | None = None
         self.keeps_input_dtypes = False
         self.mixes = False
         self.loss_is_scaled = False

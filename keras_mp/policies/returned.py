@@ -55,7 +55,8 @@ def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None
     )
     # A symbolic call shows none of them: what an earlier call has shown still holds.
     if any(keras.tree.flatten(found)) or makers_of(model) is None:
-        record_of(model).returned = found
+        record = record_of(model)
+        record.returned, record.makers = found, None
 
 
 def _pass(result: Any) -> None:

@@ -18,6 +18,7 @@ from keras_mp.backends.interface import Wrapper
 def repairs(
     is_summed_in_half: Callable[[Any, Any], bool],
     derived_as: Callable[..., Any] = lambda wide, plain, *operands: wide(*operands),
+    traced: type = object,
 ) -> dict[str, Wrapper]:
     """Wrappers of `add`, `subtract` and `multiply` whose gradients do not stall.
 
@@ -30,6 +31,7 @@ def repairs(
             these two in half precision.
         derived_as: as `derived_as(wide, plain, x1, x2)` it computes the operation. The
             derivative is that of `wide`, which broadcasts; the value may be `plain`'s.
+        traced: the type of what is differentiated; one of both operands has it.
     """
 
     def wrap(original: Callable) -> Callable:
@@ -40,7 +42,8 @@ def repairs(
                 x1 = x1.value
             if isinstance(x2, keras.Variable):
                 x2 = x2.value
-            if is_summed_in_half(x1, x2):
+            is_traced = isinstance(x1, traced) or isinstance(x2, traced)
+            if is_traced and is_summed_in_half(x1, x2):
                 return derived_as(wide, original, x1, x2)
             return original(x1, x2)
 

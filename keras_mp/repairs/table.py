@@ -9,6 +9,7 @@ from keras_mp.backends.interface import Wrapper
 from keras_mp.repairs import in_float32, products, remat
 
 EVERYWHERE = "jax tensorflow torch"
+HALF, HEADS, EACH = "half", "heads", "each"
 
 
 class Row(NamedTuple):
@@ -20,6 +21,8 @@ class Row(NamedTuple):
         does: what the wrapper does.
         gain: what a kernel gains, and where that was measured.
         needs: private names, "module:name", without which a kernel is left out.
+        by: which calls it is for: those with an operand in `HALF`; those by `HEADS`,
+            or of what a head has made; or `EACH`. Others pass one function of ours.
     """
 
     operations: str
@@ -27,19 +30,22 @@ class Row(NamedTuple):
     does: str
     gain: str = ""
     needs: tuple[str, ...] = ()
+    by: str = HALF
 
 
-REPAIRS = (
+REPAIRS: tuple[Row, ...] = (
     Row(
         "matmul einsum conv",
         EVERYWHERE,
         "in a head whose kernel or input is half precision, the product is of float32 "
         "operands: its logits are float32",
+        by=HEADS,
     ),
     Row(
         "Orthogonal.__call__",
         EVERYWHERE,
         "draws in float32: no backend decomposes matrices in half precision",
+        by=EACH,
     ),
     Row(
         "normalize",
@@ -50,6 +56,7 @@ REPAIRS = (
         "remat",
         EVERYWHERE,
         "computes again in the precision of the first run",
+        by=EACH,
     ),
     Row(
         "add subtract multiply",
@@ -79,9 +86,16 @@ REPAIRS = (
         "dropout in its attention takes 4.74 ms, not 5.04",
     ),
     Row(
-        "heads.call sparse_categorical_crossentropy",
+        "heads.call",
         "jax",
-        "the loss reads a head's logits once: a logit of -inf is no nan",
+        "lets the loss know that what it reads are logits",
+        by=EACH,
+    ),
+    Row(
+        "sparse_categorical_crossentropy",
+        "jax",
+        "reads a head's logits once: a logit of -inf is no nan",
+        by=HEADS,
     ),
     Row(
         "lstm bidirectional_lstm",
@@ -89,11 +103,17 @@ REPAIRS = (
         "are cast to float32 around cuDNN, which has no other; 11 or 13 kernels, not "
         "31 for each time step",
     ),
-    Row("arange", "tensorflow", "runs in float16 graphs, which have no kernel for it"),
+    Row(
+        "arange",
+        "tensorflow",
+        "runs in float16 graphs, which have no kernel for it",
+        by=EACH,
+    ),
     Row(
         "Variable.assign",
         "torch",
         "a write within a call in half precision reaches the variable",
+        by=EACH,
     ),
 )
 
@@ -109,6 +129,13 @@ def wrappers() -> dict[str, Wrapper]:
         **dict.fromkeys(("matmul", "einsum", "conv"), products.of_heads),
         **own.wrappers(),
     }
+
+
+def rows_of(operation: str, rows: tuple[Row, ...]) -> list[Row]:
+    """The rows of an operation on this backend."""
+    backend = keras.backend.backend()
+    own = (row for row in rows if backend in row.backends.split())
+    return [row for row in own if operation in row.operations.split()]
 
 
 def names_in(rows: tuple[Row, ...], backend: str) -> set[str]:

@@ -12,9 +12,7 @@ from keras_mp.repairs import broadcasting
 def is_summed_in_half(x1: Any, x2: Any) -> bool:
     """Does JAX sum the gradient of a broadcast operand in half precision?"""
     return (
-        # Outside a trace, nothing is differentiated.
-        (isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer))
-        and isinstance(x1, jax.Array)
+        isinstance(x1, jax.Array)
         and isinstance(x2, jax.Array)
         and x1.dtype == x2.dtype
         and x1.dtype.name in ("float16", "bfloat16")
@@ -40,4 +38,5 @@ def derived_as(wide: Callable, plain: Callable, *operands: Any) -> Any:
 
 
 def repairs(derived: Callable[..., Any] = derived_as) -> dict[str, Wrapper]:
-    return broadcasting.repairs(is_summed_in_half, derived)
+    # Outside a trace, nothing is differentiated.
+    return broadcasting.repairs(is_summed_in_half, derived, jax.core.Tracer)
