@@ -17,7 +17,6 @@ import keras_mp.keras_private as private
 from keras_mp import interrupts, seams, wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.step import Step
 from keras_mp.config import give_back_global_policy
 from keras_mp.messages import warn
 from keras_mp.policies import heads, inputs
@@ -143,7 +142,6 @@ def _places(kernels: bool) -> Iterator[Place]:
 
 # Functions of the core that repairs and kernels wrap, beside those of Keras.
 _CORE: dict[str, tuple[Any, str]] = {
-    "Step.faster_updates": (Step, "faster_updates"),
     "heads.call": (heads, "call"),
 }
 

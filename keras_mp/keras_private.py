@@ -160,7 +160,7 @@ def place_of(operation: str) -> tuple[Any, str] | None:
         backend_nn,
         backend_rnn,
     )
-    if owner:
+    if owner and owner != "Adam":
         kinds = (
             keras.Variable,
             keras.initializers.Orthogonal,
@@ -173,6 +173,9 @@ def place_of(operation: str) -> tuple[Any, str] | None:
         name = WRITE
     elif operation == "remat":
         places = (backend_remat,)
+    elif operation == "Adam.update_step":  # On torch.
+        places = (_find("keras.src.backend.torch.optimizers.torch_adam:Adam"),)
+        name = UPDATE_STEP
     return next(((place, name) for place in places if name in vars(place)), None)
 
 

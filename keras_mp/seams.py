@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp import compiling, first_step, fitting
+from keras_mp import compiling, first_step, fitting, wanted
 from keras_mp.backends import engine
 from keras_mp.config import note_global_policy, restore_global_policy, show_scope
 from keras_mp.loss_scaling import resuming, stage, unscaled
@@ -419,6 +419,10 @@ def _apply(original: Callable) -> Callable:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)  # Read more than once.
+        # Of a scaler that has looked itself, from its second step on.
+        is_known = stage.in_scaled_update() and self in lost.seen
+        if is_known and not wanted.shards:
+            return original(self, grads, trainable_variables)
         unscaled.look(self, trainable_variables)
         lost.look(self, trainable_variables)
         updated = trainable_variables or private.own_trainable(self)

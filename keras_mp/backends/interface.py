@@ -61,14 +61,6 @@ class Engine(Step, Batches, Measures, Shards):
         """A context in which the variables of a model's optimizer are created."""
         return contextlib.nullcontext()
 
-    def refuse_baking(self, what: str, remedy: str) -> None:
-        """Raises a ValueError if JAX would turn a variable's value into a constant."""
-        return  # AutoGraph warns about a function that is only a docstring.
-
-    def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
-        """Raises a ValueError if replicas would disagree on `variables`."""
-        return
-
     # The train step of `fit` -------------------------------------------------------
 
     def make_train_function(

@@ -35,6 +35,14 @@ class Step:
         """Are we inside a function that is being compiled?"""
         raise NotImplementedError
 
+    def refuse_baking(self, what: str, remedy: str) -> None:
+        """Raises a ValueError if JAX would turn a variable's value into a constant."""
+        return  # AutoGraph warns about a function that is only a docstring.
+
+    def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
+        """Raises a ValueError if replicas would disagree on `variables`."""
+        return
+
     def unscale(self, grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
         """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
         raise NotImplementedError
@@ -92,12 +100,6 @@ class Step:
             update.run(grads)
             return True
         return False
-
-    def faster_updates(
-        self, optimizers: Sequence[Any]
-    ) -> contextlib.AbstractContextManager:
-        """A context in which these Keras optimizers update as fast as they can."""
-        return contextlib.nullcontext()
 
     def stochastic_rounding(self, seed: Any, step: Any) -> Callable[[Any], Any]:
         """A function that rounds float32 tensors to bfloat16, see `rounding.py`.

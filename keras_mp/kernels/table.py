@@ -105,7 +105,7 @@ KERNELS: tuple[Row, ...] = (
         "the suite `kernels`",
     ),
     Row(
-        "Step.faster_updates",
+        "Adam.update_step",
         "torch",
         "one kernel writes all variables of Adam and AdamW",
         "the suite `kernels`",

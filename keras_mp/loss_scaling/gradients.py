@@ -52,7 +52,7 @@ def unscaled(grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> list
     """Gradients divided by the scale, in float32."""
     quotients = engine.unscale(
         [None if _overwrites(v) else g for g, v in zip(grads, variables, strict=True)],
-        ops.divide(1.0, scale),
+        1.0 / scale,
     )
     return [
         g if _overwrites(v) else quotient

@@ -74,11 +74,6 @@ def _of_this_backend(inner: Any) -> Any:
     )
 
 
-def ever_accumulates(inner: Any) -> bool:
-    """Whether it accumulates gradients, or one within it does."""
-    return any(part.gradient_accumulation_steps for part in parts_of(inner))
-
-
 def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
     """What an update writes by `assign`; None if it may write something else.
 

@@ -26,6 +26,7 @@ from keras_mp.loss_scaling.stage import in_train_step, update_by
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.policies import heads
 from keras_mp.rounding.holders import hold
+from keras_mp.rounding.optimizer import parts_of
 
 # The object that stands for "not given": dynamic=False needs a scale from the user, as
 # Keras' own tests ask for an error without one.
@@ -152,7 +153,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.max_consecutive_skips = max_consecutive_skips
         self.retake_steps = retake_steps
         self._loss_scaling = LossScaling(
-            rule, max_consecutive_skips, retake_steps, self._add_own
+            rule,
+            max_consecutive_skips,
+            retake_steps,
+            parts_of(inner_optimizer),
+            self._add_own,
         )
         # Keras' wrapper uses these names.
         self.step_counter = self._loss_scaling.finite_steps
@@ -315,7 +320,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         engine.check_strategy(self.variables, self.built)
         variables = self._variables_for(grads, trainable_variables)
         scaling, inner = self._loss_scaling, self.inner_optimizer
-        with update_by(self):
+        with update_by(self, scaled=True):
             prepared = step.prepare(scaling, inner, grads, variables, loss)
             decision = step.decide(scaling, self, prepared)
             step.write(scaling, inner, prepared, decision)

@@ -43,16 +43,26 @@ def train_step() -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def update_by(optimizer: Any) -> Iterator[None]:
-    """Marks an update; one that is made within another is a part of it."""
-    updates = getattr(_thread, "updates", None)
+def update_by(optimizer: Any, scaled: bool = False) -> Iterator[None]:
+    """Marks an update; one that is made within another is a part of it.
+
+    Args:
+        optimizer: what updates.
+        scaled: whether it scales the loss.
+    """
+    updates, within = getattr(_thread, "updates", None), in_scaled_update()
     if updates is not None:
         updates.append(optimizer)
     try:
-        _thread.updates = None
+        _thread.updates, _thread.scaled = None, within or scaled
         yield
     finally:
-        _thread.updates = updates
+        _thread.updates, _thread.scaled = updates, within
+
+
+def in_scaled_update() -> bool:
+    """Is an optimizer that scales its loss updating?"""
+    return getattr(_thread, "scaled", False)
 
 
 def in_train_step() -> bool:

@@ -28,6 +28,7 @@ class LossScaling:
         max_consecutive_skips: see `SkipWatch`.
         retake_steps: in this many first steps `fit` repeats a skipped step; None for
             always.
+        parts: the optimizers that write, one or several.
         add_variable: (initial value, name) -> a variable of the optimizer.
 
     Attributes:
@@ -53,9 +54,11 @@ class LossScaling:
         rule: LossScaleRule,
         max_consecutive_skips: int | None,
         retake_steps: int | None,
+        parts: list[Any],
         add_variable: Callable[[Any, str], keras.Variable],
     ) -> None:
         self.rule = rule
+        self.parts = parts
         self.stage = GradientStage()
         lowest = rule.min_scale if rule.dynamic else math.inf
         self.skips = SkipWatch(max_consecutive_skips, lowest)

@@ -18,11 +18,10 @@ from keras_mp import interrupts
 from keras_mp.backends import engine
 from keras_mp.backends.step import FINITE, Update
 from keras_mp.loss_scaling import gradients
-from keras_mp.loss_scaling.inner_optimizer import ever_accumulates, written_by
+from keras_mp.loss_scaling.inner_optimizer import written_by
 from keras_mp.loss_scaling.nonfinite import counted
 from keras_mp.loss_scaling.schedule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
-from keras_mp.rounding.optimizer import parts_of
 
 
 class Prepared(NamedTuple):
@@ -36,6 +35,7 @@ class Prepared(NamedTuple):
         checked: what has to be finite, None where there is nothing: one for each
             gradient, the square of their norm, the loss.
         found: what was found in them already, see `Engine.check`.
+        accumulates: whether the inner optimizer accumulates them, or one within it.
     """
 
     variables: list[Any]
@@ -43,6 +43,7 @@ class Prepared(NamedTuple):
     scaled: bool
     checked: list[Any]
     found: Any
+    accumulates: bool
 
 
 class Decision(NamedTuple):
@@ -64,7 +65,8 @@ def prepare(
     scaled = scaling.stage.take(engine.is_tracing(), inner.name)
     found = None
     if scaled:
-        scaling.underflow.look(grads, variables)
+        if scaling.underflow.watched:
+            scaling.underflow.look(grads, variables)
         scale = scaling.scale.value
         if not gradients.stay_finite(variables, inner, scaling.rule.min_scale):
             grads, scaled = gradients.unscaled(grads, variables, scale), False
@@ -74,14 +76,16 @@ def prepare(
             if in_place is not None:
                 (grads, found), scaled = in_place, False
     narrow = gradients.as_variables(grads, variables)
-    if ever_accumulates(inner):
+    accumulates = any(part.gradient_accumulation_steps for part in scaling.parts)
+    if accumulates:
         # Keras adds them to accumulators of that dtype, in branches of a `cond`, where
         # neither JAX nor TensorFlow adds float32 to float16.
         grads = narrow
     if loss is not None:
         loss = ops.convert_to_tensor(loss)
     checked, norm = gradients.checked_for(narrow, variables, inner)
-    return Prepared(variables, grads, scaled, [*checked, norm, loss], found)
+    checked = [*checked, norm, loss]
+    return Prepared(variables, grads, scaled, checked, found, accumulates)
 
 
 def decide(scaling: LossScaling, optimizer: Any, prepared: Prepared) -> Decision:
@@ -116,10 +120,9 @@ def write(
     def run(grads: Sequence[Any]) -> None:
         if prepared.scaled:
             grads = gradients.unscaled(grads, variables, scaling.scale.value)
-        with engine.faster_updates(parts_of(inner)):
-            inner.apply(grads, variables)
+        inner.apply(grads, variables)
 
-    update = Update(run, lambda: written_by(inner, variables), ever_accumulates(inner))
+    update = Update(run, lambda: written_by(inner, variables), prepared.accumulates)
     with contextlib.nullcontext() if engine.is_tracing() else interrupts.held():
         scaling.note(engine.update_if(decision.finite, update, prepared.grads))
         for variable, value in decision.after:

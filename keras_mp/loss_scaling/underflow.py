@@ -9,20 +9,24 @@ SMALLEST_NORMAL = 2.0**-14
 
 
 class UnderflowWatch:
-    """Looks at the scaled gradients of one optimizer's steps."""
+    """Looks at the scaled gradients of one optimizer's steps.
+
+    Attributes:
+        watched: the ids of the variables whose gradients are looked at.
+    """
 
     def __init__(self) -> None:
-        self._watched: Collection[int] = ()
+        self.watched: Collection[int] = ()
         self._share: Any = None
 
     def watch(self, variables: Sequence[Any]) -> None:
         """Watches the gradients by these variables, from this step (or trace) on."""
-        self._watched, self._share = {id(v) for v in variables}, None
+        self.watched, self._share = {id(v) for v in variables}, None
 
     def look(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Looks at the scaled gradients of a step; costs nothing if none is watched."""
+        """Looks at the scaled gradients of a step."""
         pairs = zip(grads, variables, strict=True)
-        seen = [g for g, v in pairs if g is not None and id(v) in self._watched]
+        seen = [g for g, v in pairs if g is not None and id(v) in self.watched]
         if seen:
             self._share = subnormal_share(seen)
 

@@ -11,7 +11,7 @@ from keras_mp.messages import warn
 # From here on a number below 1 is rounded to 1.
 _BECOMES_ONE = 1 - 2.0**-9
 # The optimizers that were looked at.
-_seen: weakref.WeakSet = weakref.WeakSet()
+seen: weakref.WeakSet = weakref.WeakSet()
 
 
 def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
@@ -23,9 +23,9 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
         optimizer: a Keras optimizer.
         variables: what it updates; None for those that it was built with.
     """
-    if optimizer in _seen:
+    if optimizer in seen:
         return
-    _seen.add(optimizer)
+    seen.add(optimizer)
     updated = variables or private.own_trainable(optimizer)
     paths = [getattr(v, "path", v.name) for v in updated if v.dtype == BFLOAT16]
     if paths:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import keras
 
-import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.interface import HALF, Engine, Wrapper
 from keras_mp.backends.jax import compilation, interruptible
@@ -30,14 +29,6 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
 
     def outside_trace(self) -> contextlib.AbstractContextManager:
         return jax.ensure_compile_time_eval()
-
-    def refuse_baking(self, what: str, remedy: str) -> None:
-        if private.get_stateless_scope() is None and compilation.is_tracing():
-            raise ValueError(
-                f"`{what}` was called inside a function that JAX is tracing: the "
-                "present loss scale would be baked into the program and never move "
-                f"again. Call `{remedy}` instead."
-            )
 
     def trainable_values(self, model: Any, args: Sequence[Any]) -> list[Any]:
         return args[0][0]

@@ -225,6 +225,14 @@ class JaxStep(Step):
     all_finite = staticmethod(all_finite)
     stochastic_rounding = staticmethod(rounding.stochastic_rounding)
 
+    def refuse_baking(self, what: str, remedy: str) -> None:
+        if private.get_stateless_scope() is None and compilation.is_tracing():
+            raise ValueError(
+                f"`{what}` was called inside a function that JAX is tracing: the "
+                "present loss scale would be baked into the program and never move "
+                f"again. Call `{remedy}` instead."
+            )
+
     def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
         if not isinstance(finite, jax.core.Tracer):
             return super().update_if(finite, update, grads)

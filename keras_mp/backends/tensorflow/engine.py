@@ -21,7 +21,6 @@ from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_fin
 class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, Engine):
     """Steps are eager, graphs, or compiled by XLA, on one replica or several."""
 
-    check_strategy = staticmethod(replicas.check_strategy)
     half_dtypes = frozenset((*HALF, tf.float16, tf.bfloat16))
     dtype_errors = (
         *Engine.dtype_errors,

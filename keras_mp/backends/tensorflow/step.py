@@ -125,6 +125,7 @@ class TensorFlowStep(Step):
     nonfinite_to_nan = staticmethod(nonfinite_to_nan)
     nonfinite = staticmethod(nonfinite)
     all_finite = staticmethod(all_finite)
+    check_strategy = staticmethod(replicas.check_strategy)
     refuse_replicas = staticmethod(replicas.refuse_replicas)
     plain_updates = staticmethod(own_methods.plain_updates)
     stochastic_rounding = staticmethod(rounding.stochastic_rounding)

@@ -3,39 +3,36 @@
 Keras takes ten kernels, with copies of all weights between them.
 """
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from keras import ops
 
 import keras_mp.keras_private as private
-from keras_mp.backends.own_methods import own_methods
 from keras_mp.backends.torch.private import fused_adam
 from keras_mp.backends.torch.sharding import local
 from keras_mp.backends.torch.step import HAVE_KERNELS
+from keras_mp.loss_scaling.stage import in_scaled_update
 
 
 def in_one_kernel(original: Callable) -> Callable:
-    """Wraps `Step.faster_updates`: Keras' Adam and AdamW update in one kernel.
+    """Wraps the update step of Keras' Adam, for those that scale their loss.
 
-    Other optimizers, and clipping, decay, averages and accumulation, stay Keras' own.
+    Clipping, decay, averages and accumulation stay Keras' own.
     """
 
     @functools.wraps(original)
-    def faster_updates(
-        self: Any, optimizers: Iterable[Any]
-    ) -> contextlib.AbstractContextManager:
-        return own_methods(
-            (o, {private.UPDATE_STEP: functools.partial(_update, o)})
-            for o in optimizers
-            if _is_adam(type(o))
-        )
+    def update_step(
+        self: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        scaled = in_scaled_update() and _is_adam(type(self))
+        if not (scaled and _updated(self, grads, variables, learning_rate)):
+            original(self, grads, variables, learning_rate)
 
-    return faster_updates
+    return update_step
 
 
 def _is_adam(kind: type) -> bool:
@@ -43,16 +40,15 @@ def _is_adam(kind: type) -> bool:
     return private.is_keras_own(kind) and kind.__name__ in ("Adam", "AdamW")
 
 
-def _update(
+def _updated(
     optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
-) -> None:
+) -> bool:
+    """Updates variables in one kernel, if there is one for them."""
     # Each process updates its own shards.
     weights, parts = [local(v.value) for v in variables], [*map(local, grads)]
     slots = [[*map(local, x)] for x in private.adam_slots(optimizer, variables)]
     if not _have_kernel([*weights, *itertools.chain(*slots)], parts):
-        update = getattr(type(optimizer), private.UPDATE_STEP)
-        update(optimizer, grads, variables, learning_rate)
-        return
+        return False
     step = ops.cast(optimizer.iterations + 1, "float32")
     corrections = torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
     # Keras adds epsilon before it corrects. So the rate holds both corrections, and the
@@ -70,6 +66,7 @@ def _update(
         amsgrad=optimizer.amsgrad,
         maximize=False,
     )
+    return True
 
 
 def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:

@@ -26,5 +26,5 @@ def wrappers() -> dict[str, Wrapper]:
         **cross_entropy.kernels(),
         "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
         "BatchNormalization.call": normalization.in_one_kernel,
-        "Step.faster_updates": adam.in_one_kernel,
+        "Adam.update_step": adam.in_one_kernel,
     }
