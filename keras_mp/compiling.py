@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 import keras_mp.keras_private as private
+from keras_mp.backends import engine
 from keras_mp.loss_scaling.models import wrap_optimizers
 from keras_mp.policies import heads, outputs
 from keras_mp.policies.reach import warn_of_unreached
@@ -35,7 +36,8 @@ def note(model: Any, scales: bool) -> None:
     outputs.note_compiled(model)
     wrap_optimizers(model)
     warn_of_unreached(model)
-    warn_of_torchs_own(model)
+    if engine.shards:
+        warn_of_torchs_own(model)
 
 
 def make_up(model: Any) -> None:

@@ -84,16 +84,22 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     private.set_policy_of_thread(_thread.shown.policy)
 
 
-def show_scope() -> None:
-    """Gives Keras, which knows threads alone, the policy of the scope of this task."""
+def show_scope() -> Any:
+    """Gives Keras, which knows threads alone, the policy of the scope of this task.
+
+    Returns:
+        The policy that Keras has then for this thread, or None.
+    """
     scopes = _scopes.get()
     scope = scopes[-1] if scopes else _thread.outside
     policy = private.policy_of_thread()
     if scope is not _thread.shown:
         _thread.shown.policy, _thread.shown = policy, scope
-        private.set_policy_of_thread(scope.policy)
-    elif scopes and policy is None:  # `clear_session` has forgotten it.
-        private.set_policy_of_thread(scope.policy)
+    elif not scopes or policy is not None:
+        return policy
+    # Else `clear_session` has forgotten it.
+    private.set_policy_of_thread(scope.policy)
+    return scope.policy
 
 
 def restore_global_policy() -> bool:
@@ -103,11 +109,12 @@ def restore_global_policy() -> bool:
         Whether Keras has one now.
     """
     global _of_process
-    show_scope()
-    if _of_process is not None and private.policy_of_thread() is None:
+    policy = show_scope()
+    if _of_process is not None and policy is None:
         _of_process = Policy(_of_process)
-        private.set_policy_of_thread(as_stock(_of_process))
-    return private.policy_of_thread() is not None
+        policy = as_stock(_of_process)
+        private.set_policy_of_thread(policy)
+    return policy is not None
 
 
 def note_global_policy() -> None:

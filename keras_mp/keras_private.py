@@ -101,6 +101,7 @@ NORMALIZE = "_normalize"
 tracebacks = _find("keras.src.utils:traceback_utils")
 INCLUDE_FRAME = "include_frame"
 _global_state = _find("keras.src.backend.common:global_state")
+_of_thread = _find("keras.src.backend.common.global_state:get_global_attribute")
 _NAMES = "object_name_uids"
 
 # Without these an operation is not found, or an error shows more frames.
@@ -185,7 +186,7 @@ def names_given() -> dict[str, int]:
     The public `get_uid` only counts on, and `reset_uids` forgets what came before.
     """
     names: dict[str, int] = defaultdict(int)
-    names.update(_global_state.get_global_attribute(_NAMES, {}))
+    names.update(_of_thread(_NAMES, {}))
     return names
 
 
@@ -194,9 +195,8 @@ def set_names_given(names: dict[str, int]) -> None:
     _global_state.set_global_attribute(_NAMES, defaultdict(int, names))
 
 
-def policy_of_thread() -> Any:
-    """The global policy of this thread; None if nobody has set or asked for one."""
-    return _global_state.get_global_attribute("dtype_policy")
+# The global policy of this thread; None if nobody has set or asked for one.
+policy_of_thread = functools.partial(_of_thread, "dtype_policy")
 
 
 def is_default_being_set() -> bool:
@@ -243,7 +243,7 @@ def preprocessing_classes() -> tuple[type, ...]:
 
 def autocast_dtype() -> str | None:
     """The dtype to which variables are cast where they are read, in a layer's call."""
-    scope = _global_state.get_global_attribute("autocast_scope")
+    scope = _of_thread("autocast_scope")
     return scope and scope.dtype
 
 
@@ -254,9 +254,7 @@ def is_autocast_to_half() -> bool:
 
 # The context of the call that is under way in this thread, or None. Not a function of
 # ours: every call of a model asks.
-call_under_way = functools.partial(
-    _global_state.get_global_attribute, "current_call_ctx"
-)
+call_under_way = functools.partial(_of_thread, "current_call_ctx")
 
 
 def is_in_a_call() -> bool:
@@ -269,7 +267,7 @@ def layer_in_call() -> Any:
 
     Keras keeps it with the name that it gives to what the layer creates.
     """
-    scopes = _global_state.get_global_attribute("name_scope_stack") or [None]
+    scopes = _of_thread("name_scope_stack") or [None]
     caller = getattr(scopes[-1], "caller", None)
     return caller if isinstance(caller, layers.Layer) else None
 
@@ -386,7 +384,7 @@ def stored_dtype(variable: Any) -> str:
 
 def dtype_when_read(variable: Any) -> str:
     """The dtype of `value`; in a scope of None `dtype` is Keras' `floatx()` instead."""
-    scope = _global_state.get_global_attribute("autocast_scope")
+    scope = _of_thread("autocast_scope")
     if scope is not None and scope.dtype is None:
         return stored_dtype(variable)
     return variable.dtype

@@ -34,7 +34,7 @@ from keras_mp.policies import (
     returned,
     saving,
 )
-from keras_mp.policies.choosing import choose_by_class, choose_policy
+from keras_mp.policies.choosing import choose_by_class, choose_policy, first_call
 from keras_mp.policies.layers import is_graph, note_call, note_result
 from keras_mp.policies.policy import chooser_of
 from keras_mp.policies.record import record_of, records
@@ -161,7 +161,7 @@ def _layer_call(original: Callable) -> Callable:
         try:
             # After a layer's first call this costs a few look-ups and no call, until
             # the user sets another policy.
-            record = records.get(id(self))
+            record: Any = records.get(id(self))
             policy = self.__dict__.get(private.DTYPE_POLICY)
             chosen = record and record.chosen
             if policy is None:  # Its `__init__` did not call Keras': Keras says so.
@@ -175,55 +175,69 @@ def _layer_call(original: Callable) -> Callable:
                     return original(self, *args, **kwargs)
                 call = functools.partial(original, self, *args, **kwargs)
                 return heads.call(self, (args, kwargs), call)
-            outermost = is_model and _is_outermost()
+            alone = (first or is_model) and _is_outermost()
+            outermost = is_model and alone
             if first:
                 note_call(self, args, kwargs)
-                outputs.note_first_call(self, args)
+                if alone:
+                    outputs.note_first_call(self, args)
                 choose_policy(self)
-                inputs.keep_input_dtypes(self)
+                if is_model:
+                    inputs.keep_input_dtypes(self)
                 if outermost:
                     hidden.note_makers(self)
-                record = records.get(id(self))
+                record = record_of(self)
             if record and record.keeps_input_dtypes:
                 args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
             mixes = record and record.mixes
             makers = record.makers if record and outermost else None
             if untried or within or mixes or makers:
                 call = functools.partial(original, self, *args, **kwargs)
-                if untried:
+                if untried and record.runs_users_code:
                     call = functools.partial(mixed_dtypes.first_result, self, call)
+                elif first:
+                    call = functools.partial(_within_first_call, self, call)
+                waits = mixes or own_calls.under_way
                 with (
                     _in_a_call() if first else contextlib.nullcontext(),
-                    returned.noted(self, first and outermost) as note,
-                    hidden.passed_on(makers),
-                    own_calls.entered(self) as to_own_call,
+                    returned.watching(self)
+                    if first and outermost
+                    else contextlib.nullcontext(),
+                    hidden.passed_on(makers) if makers else contextlib.nullcontext(),
+                    own_calls.entered(self)
+                    if waits
+                    else contextlib.nullcontext() as to_own_call,
                     own_calls.mended(self)
-                    if untried or mixes
+                    if is_model and (untried or mixes)
                     else contextlib.nullcontext(),
                 ):
-                    if heads.is_head(self):
+                    decision = record and record.decision
+                    if decision and decision.head:
                         result = heads.call(self, (args, kwargs), call)
                     else:
                         result = call()
-                    if hidden.makes_output(self):
+                    watched = bool(returned.watched)
+                    if (watched or hidden.within) and hidden.makes_output(self):
                         result = hidden.through_float32(result)
                     if to_own_call:
                         result = own_calls.handed(result)
-                    note(result)
+                    if watched:
+                        returned.note(self, result, first and outermost)
             else:
                 result = original(self, *args, **kwargs)
-            if untried and note_result(self, result):
+            if untried and note_result(self, result) and not is_model:
                 again = functools.partial(original, self, *args, **kwargs)
                 integer_casts.look(self, (args, kwargs), again)
             if first:
-                outputs.note_first_call(self, args)  # Its call may have created layers.
-                record_of(self).chosen = self.dtype_policy
-                unscaled.note_layer(self)
+                if alone:  # Its call may have created layers.
+                    outputs.note_first_call(self, args)
+                record.chosen = self.dtype_policy
             if not outermost:
                 return result
             if first:
                 hidden.note_makers(self)
-                warn_of_torchs_own(self)
+                if engine.shards:
+                    warn_of_torchs_own(self)
             if first and self.compiled and not is_graph(self):
                 outputs.note_compiled(self)
             return outputs.in_float32(self, result)
@@ -232,6 +246,11 @@ def _layer_call(original: Callable) -> Callable:
             raise
 
     return __call__
+
+
+def _within_first_call(layer: Any, call: Callable[[], Any]) -> Any:
+    with first_call(layer):
+        return call()
 
 
 def _stateless_call(original: Callable) -> Callable:

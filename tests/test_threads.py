@@ -59,6 +59,7 @@ def test_five_threads_fit_models_with_an_optimizer_that_nobody_scales(busy):
 def test_layers_come_while_an_optimizer_looks_for_them(busy):
     """The set of float16 layers, which each new optimizer reads, grows meanwhile."""
     from keras_mp.loss_scaling import unscaled
+    from keras_mp.policies.record import record_of
 
     kept = []
     stop = threading.Event()
@@ -67,7 +68,7 @@ def test_layers_come_while_an_optimizer_looks_for_them(busy):
         if index:
             for _ in range(2000):
                 kept.append(layers.Identity(dtype="mixed_float16"))
-                unscaled.note_layer(kept[-1])
+                record_of(kept[-1]).chosen = kept[-1].dtype_policy
             stop.set()
             return
         variable = keras.Variable(np.ones(2))

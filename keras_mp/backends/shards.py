@@ -27,6 +27,9 @@ class Shards:
             "shards the weights of a model."
         )
 
+    shards = False
+    """Can torch shard weights, by its own `fully_shard` or by ours?"""
+
     def shards_in_vain(self, layer: Any) -> bool:
         """Was torch's own `fully_shard` called on a layer? Its variables stay whole."""
         return False

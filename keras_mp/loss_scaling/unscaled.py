@@ -15,22 +15,13 @@ import keras_mp.keras_private as private
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.messages import warn
 from keras_mp.policies.paths import layer_path
+from keras_mp.policies.record import records
 from keras_mp.rounding.optimizer import parts_of
 
-# The layers that compute in float16, as they did when they were first called. A dict,
-# because `keyrefs` copies the keys at once, and a WeakSet that another thread adds to
-# while it is read raises an error.
-_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-# Optimizer -> how many layers there were at the last look at it; None: leave it alone.
+# Optimizer -> how many layers were known at the last look at it; None: leave it alone.
 _seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # The looks that wait for the end of this thread's step.
 _thread = threading.local()
-
-
-def note_layer(layer: Any) -> None:
-    """Notes a layer at its first call under a policy."""
-    if layer.compute_dtype == "float16":
-        _layers[layer] = True
 
 
 def leave_alone(optimizer: Any) -> None:
@@ -46,21 +37,22 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
         optimizer: a plain Keras optimizer.
         variables: what it updates; None for those that it was built with.
     """
-    if not _layers or _seen.get(optimizer, -1) in (None, len(_layers)):
+    if _seen.get(optimizer, -1) in (None, len(records)):
         return
     waiting = getattr(_thread, "waiting", None)
     if waiting is not None:
         waiting.append((optimizer, variables))
         return
-    _seen[optimizer] = len(_layers)
+    _seen[optimizer] = len(records)
     if optimizer.loss_scale_factor is not None:
         return
     updated = {id(v) for v in variables or private.own_trainable(optimizer)}
-    layers = [reference() for reference in _layers.keyrefs()]
+    # Those that were called. A list is made at once, while threads may add some.
+    layers = (r.layer() for r in list(records.values()) if r.chosen is not None)
     inside = {
         id(x): x
         for layer in layers
-        if layer is not None
+        if layer is not None and layer.compute_dtype == "float16"
         for x in private.layers_in(layer)
     }
     paths = [

@@ -76,7 +76,7 @@ def choose_by_class(layer: Any) -> None:
     # A layer whose `__init__` has not called Keras' has no policy yet.
     chooser = chooser_of(getattr(layer, private.DTYPE_POLICY, None))
     if chooser is not None:
-        for rule in chooser.rules:
+        for rule in chooser.rules_about(type(layer)):
             if isinstance(rule.applies, tuple) and rule.matches(layer):
                 _set(layer, Decision(keras.DTypePolicy("float32"), rule, chooser))
                 return
@@ -128,7 +128,9 @@ def choose_by_path(model: Any) -> list[Any]:
     Returns:
         The layers that have changed.
     """
-    changed = []
+    changed: list[Any] = []
+    if not ChoosingPolicy.paths_matter:
+        return changed
     for layer in private.layers_in(model):
         decision, chooser = decision_for(layer), chooser_for(layer)
         if chooser and chooser.goes_by_path and decision and not decision.rule:
@@ -149,8 +151,11 @@ def first_call(layer: Any) -> Iterator[None]:
     before = keras.config.dtype_policy()
     chooser = decision.chooser or chooser_of(decision.policy)
     policy = decision.policy if decision.includes_children else chooser
+    if policy is None or policy is before:
+        yield
+        return
     try:
-        private.set_policy_of_thread(as_stock(policy or before))
+        private.set_policy_of_thread(as_stock(policy))
         yield
     finally:
         private.set_policy_of_thread(as_stock(before))
@@ -226,10 +231,11 @@ def _carry_out(layer: Any, decision: Decision) -> None:
 
 def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
     """Gives the policy of a layer to the layers that it holds, which Keras does not."""
-    if chooser is keras.config.dtype_policy():
+    children = children_of(layer)
+    if not children or chooser is keras.config.dtype_policy():
         return  # They have it.
     copied = copied or copies_children(layer)
-    for child in children_of(layer):
+    for child in children:
         if has_default_policy(child, copied):
             child.dtype_policy = chooser
             _pass_on(child, chooser, copied)

@@ -82,11 +82,11 @@ def _in_graph(graph: Any) -> dict[int | None, set[int]]:
 def makes_output(layer: Any) -> bool:
     """May the outermost call hand out what this layer returns, outside of graphs?"""
     thread = threading.get_ident()
-    if isinstance(layer, keras.Model):
+    if isinstance(layer, keras.Model) or not engine.differentiates_in_outputs:
         return False
     if thread in returned.watched:
         # Nobody knows yet. An eager call is the first only once; a trace is made again.
-        return engine.differentiates_in_outputs and not engine.is_tracing()
+        return not engine.is_tracing()
     return id(layer) in within.get(thread, {}).get(None, ())
 
 

@@ -30,7 +30,7 @@ def look(layer: Any, arguments: Any, call: Callable[[], Any]) -> None:
         call: calls it once more.
     """
     dtype = policy_of(layer).compute_dtype
-    if dtype not in HALF or isinstance(layer, keras.Model):
+    if dtype not in HALF:
         return
     layers = private.layers_in(layer)
     before = Precision(layers)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -51,18 +52,26 @@ def children_of(layer: Any) -> list[Any]:
 
 def parts_of(layer: Any) -> list[Any]:
     """The layers whose precision a wrapper shares, because it computes inside them."""
+    if not isinstance(layer, _SHARING):
+        return []
     if isinstance(layer, layers.Wrapper):
         parts = [layer.layer]
     elif isinstance(layer, layers.Bidirectional):
         parts = [layer.forward_layer, layer.backward_layer]
     elif isinstance(layer, layers.RNN):
         parts = [layer.cell]
-    elif isinstance(layer, layers.StackedRNNCells):
-        parts = list(layer.cells)
     else:
-        parts = []
+        parts = list(layer.cells)
     # A cell of the user's own need not be a layer.
     return [part for part in parts if isinstance(part, layers.Layer)]
+
+
+_SHARING = (
+    layers.Wrapper,
+    layers.Bidirectional,
+    layers.RNN,
+    layers.StackedRNNCells,
+)
 
 
 def is_composite(layer: Any) -> bool:
@@ -90,23 +99,24 @@ def keras_path(layer: Any) -> str:
     return f"{scope}/{layer.name}" if scope else layer.name
 
 
-def activation_of(layer: Any) -> str:
-    """The name of a layer's activation function; empty if it has none.
+def has_activation(layer: Any, names: Collection[str]) -> bool:
+    """Has a layer an activation function of one of these names?
 
     A model or a layer made of layers has none of its own: its attribute `activation`
     belongs to one of its layers, as in the tasks of KerasHub.
     """
-    if isinstance(layer, keras.Model) or is_composite(layer):
-        return ""
     activation = getattr(layer, "activation", None)
     while isinstance(activation, functools.partial):
         activation = activation.func
     if isinstance(activation, layers.Softmax):
-        return "softmax"
-    if isinstance(activation, layers.Layer):
-        return activation_of(activation)
-    # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found as well.
-    return getattr(activation, "__name__", "").removesuffix("_v2")
+        found = "softmax" in names
+    elif isinstance(activation, layers.Layer):
+        found = has_activation(activation, names)
+    else:
+        # By name, so that jax.nn.softmax and tf.nn.softmax (softmax_v2) are found.
+        name = getattr(activation, "__name__", "")
+        found = name.removesuffix("_v2") in names
+    return found and not (isinstance(layer, keras.Model) or is_composite(layer))
 
 
 def takes_training(layer: Any) -> bool:
@@ -118,20 +128,24 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Remembers where and with what a layer was first called, for those who ask."""
     record = record_of(layer)
     record.keras_path = keras_path(layer)
+    record.runs_users_code = bool(users_code(layer))
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
         record.first_input = first
-    if users_code(layer) and not is_graph(layer):
+    if record.runs_users_code and not is_graph(layer):
         record.called_with = keras.tree.map_structure(_symbolic, (args, kwargs))
 
 
 def note_result(layer: Any, result: Any) -> bool:
     """Remembers whether a call has run, on values, what it has of the user's."""
+    record = record_of(layer)
+    if not record.runs_users_code:
+        record.untried = False
+        return False
     symbolic = isinstance(next(leaves(result), None), keras.KerasTensor)
     on_values = not (symbolic or engine.only_shapes() or engine.is_tracing())
-    users = bool(users_code(layer))
-    record_of(layer).untried = users and not on_values
-    return users and on_values
+    record.untried = not on_values
+    return on_values
 
 
 def called_with(layer: Any) -> tuple[tuple, dict[str, Any]] | None:
@@ -166,7 +180,9 @@ def first_input(layer: Any) -> keras.KerasTensor | None:
 def policy_of(layer: Any) -> Any:
     """The policy that a layer computes under; in a map, the entry for its path."""
     policy: Any = getattr(layer, "dtype_policy", None)
-    return policy[keras_path(layer)] if has_map(layer) else policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        return policy[keras_path(layer)]
+    return policy
 
 
 def has_map(layer: Any) -> bool:

@@ -53,8 +53,6 @@ def note_compiled(model: Any) -> None:
 
 def note_first_call(layer: Any, arguments: Any) -> None:
     """Names the layers within a layer, or model, that nothing else is calling."""
-    if private.is_in_a_call():
-        return
     becomes_part = isinstance(next(leaves(arguments), None), keras.KerasTensor)
     name_layers(layer, within_another=becomes_part)
     if isinstance(layer, keras.Model) and (changed := choose_by_path(layer)):

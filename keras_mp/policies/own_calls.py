@@ -139,12 +139,12 @@ class _Mended:
 
 def state_of(model: Any) -> list[Any]:
     """What a call may change: no weights, frozen or not. For seeds any draw is good."""
-    return [
-        variable
-        for layer in private.layers_in(model)
-        for variable in private.own_variables(layer)
-        if not any(variable is weight for weight in private.own_trainable(layer))
-    ]
+    found = []
+    for layer in private.layers_in(model):
+        weights = set(map(id, private.own_trainable(layer)))
+        own = private.own_variables(layer)
+        found += [variable for variable in own if id(variable) not in weights]
+    return found
 
 
 def _is_half(model: Any) -> bool:

@@ -5,13 +5,14 @@ in a subclassed one, and after loading perhaps another. Here it is "block/conv" 
 of them: the names of the layers from the outermost model's own down to this one.
 """
 
+import functools
 import weakref
 from typing import Any
 
 import keras
 
 import keras_mp.keras_private as private
-from keras_mp.policies.layers import children_of, keras_path
+from keras_mp.policies.layers import keras_path
 from keras_mp.policies.record import record_of, records
 
 # Paths by the id of their variable; a variable has no hash.
@@ -40,26 +41,26 @@ def name_layers(whole: Any, within_another: bool = False) -> None:
         within_another: whether it is about to become part of a model, so that its own
             name belongs to the paths.
     """
-    record = record_of(whole)
-    if record.inside:
+    if record_of(whole).inside:
         return
     is_outermost = isinstance(whole, keras.Model) and not within_another
-    seen = {id(whole)}
-    _name(whole, whole.name, "" if is_outermost else f"{whole.name}/", seen)
+    _name(whole, whole.name, "" if is_outermost else f"{whole.name}/", {id(whole)})
 
 
 def _name(layer: Any, path: str, before: str, seen: set[int]) -> None:
     record_of(layer).path = path
     for variable in private.own_variables(layer):
-        _name_variable(variable, before + variable.name)
-    for child in children_of(layer):
-        if id(child) not in seen:
+        key, own = id(variable), before + variable.name
+        if _variables.get(key, (None, None))[1] != own:
+            reference = weakref.ref(variable, functools.partial(_forget, key))
+            _variables[key] = reference, own
+    for child in private.layers_in(layer, itself=False, nested=False):
+        if id(child) not in seen and not isinstance(child, keras.layers.InputLayer):
             seen.add(id(child))
             record_of(child).inside = True
             own = before + child.name
             _name(child, own, f"{own}/", seen)
 
 
-def _name_variable(variable: Any, path: str) -> None:
-    key = id(variable)
-    _variables[key] = weakref.ref(variable, lambda _: _variables.pop(key, None)), path
+def _forget(key: int, reference: Any) -> None:
+    _variables.pop(key, None)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 
@@ -16,7 +16,12 @@ from keras_mp.policies.layers import (
     policy_of,
 )
 from keras_mp.policies.rule import Rule, RuleTable, user_rule
-from keras_mp.policies.stock_rules import BATCH_STATISTICS, WRAPPED, rules_with
+from keras_mp.policies.stock_rules import (
+    BATCH_STATISTICS,
+    WRAPPED,
+    rules_about,
+    rules_with,
+)
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy unchanged.
@@ -69,10 +74,12 @@ class ChoosingPolicy(keras.DTypePolicy):
         self.recompute_logits = recompute_logits
         self._users_rules = tuple(user_rule(p) for p in self.float32)
         self._matched: set[str] = set()
+        self._note_paths()
         wanted.half_precision()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._note_paths()
         wanted.half_precision()  # Copies and pickles run no `__init__`.
 
     @property
@@ -80,10 +87,21 @@ class ChoosingPolicy(keras.DTypePolicy):
         """What stays in float32 under this policy, and why; prints as a table."""
         return rules_with(self._users_rules, self._own_rules)
 
+    def rules_about(self, kind: type) -> list[Rule]:
+        """Those of `rules` that may keep layers of a class in float32."""
+        users = (rule for rule in self._users_rules if rule.is_about(kind))
+        return [*users, *rules_about(kind, self._own_rules)]
+
+    # Has there been a policy that goes by paths? Without one, nobody asks the others.
+    paths_matter: ClassVar[bool] = False
+
     @property
     def goes_by_path(self) -> bool:
         """Does `float32` hold a regular expression?"""
         return any(isinstance(entry, str) for entry in self.float32)
+
+    def _note_paths(self) -> None:
+        ChoosingPolicy.paths_matter |= self.goes_by_path
 
     def for_layer(self, layer: Any) -> keras.DTypePolicy:
         """Returns the stock Keras policy that `layer` computes under."""
@@ -99,8 +117,8 @@ class ChoosingPolicy(keras.DTypePolicy):
         return Decision(keras.DTypePolicy(self.name), None)
 
     def _rule_for(self, layer: Any, copied: bool = False) -> Rule | None:
-        for rule in self.rules:
-            if rule.matches(layer):
+        for rule in self.rules_about(type(layer)):
+            if rule.holds(layer):
                 self._matched.add(rule.name)
                 return rule
         # A wrapper computes in the precision of what it wraps: some call that `call`.

@@ -23,6 +23,7 @@ _REMEMBERED = (
     "keras_path",
     "first_input",
     "called_with",
+    "runs_users_code",
     "untried",
     "returned",
     "makers",
@@ -45,6 +46,7 @@ class Record:
         keras_path: where it was first called, for a layer to which Keras gives no path.
         first_input: what it was first called with, symbolic: shape and dtype.
         called_with: for a layer that runs code of the user's, its first arguments.
+        runs_users_code: whether it has code of the user's: see `layers.users_code`.
         untried: whether it has code of the user's that has not run on values yet.
         returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
@@ -71,6 +73,7 @@ class Record:
         self.keras_path = ""
         self.first_input: keras.KerasTensor | None = None
         self.called_with: tuple[tuple, dict[str, Any]] | None = None
+        self.runs_users_code = False
         self.untried = False
         self.returned: Any = None
         self.makers: dict[int | None, set[int]] | None = None

@@ -4,10 +4,9 @@ For a model this is its first call, for a layer in a graph an extra symbolic cal
 """
 
 import contextlib
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -22,29 +21,34 @@ watched: dict[int, list[tuple[Any, Any]]] = {}
 
 
 @contextlib.contextmanager
-def noted(layer: Any, first_of_all: bool) -> Iterator[Callable[[Any], None]]:
-    """Yields a function that must be called with what a call of a layer returns.
+def watching(model: Any) -> Iterator[None]:
+    """Watches the first call of a model, the outermost: `note` what each call returns.
 
-    Args:
-        first_of_all: whether this is the first call of a model, and the outermost.
+    A graph shows which layers make what it returns.
     """
     thread = threading.get_ident()
-    if first_of_all and not is_graph(layer):
-        try:
-            watched[thread] = []
-            yield functools.partial(_note_outputs, layer, watched[thread])
-        finally:
-            watched.pop(thread, None)
-    elif thread in watched and not isinstance(layer, keras.Model):
-        yield functools.partial(_note, layer, watched[thread])
-    else:
-        yield _pass
+    if is_graph(model):
+        yield
+        return
+    try:
+        watched[thread] = []
+        yield
+    finally:
+        watched.pop(thread, None)
 
 
-def _note(layer: Any, made: list[tuple[Any, Any]], result: Any) -> None:
-    maker = weakref.ref(layer)
-    tensors = (x for x in keras.tree.flatten(result) if hasattr(x, "dtype"))
-    made += [(weakref.ref(tensor), maker) for tensor in tensors]
+def note(layer: Any, result: Any, first_of_all: bool) -> None:
+    """Notes what a layer, or a model in its outermost first call, has returned."""
+    made = watched.get(threading.get_ident())
+    if made is None:
+        return
+    if first_of_all:
+        _note_outputs(layer, made, result)
+    elif not isinstance(layer, keras.Model):
+        maker = weakref.ref(layer)
+        for tensor in keras.tree.flatten(result):
+            if hasattr(tensor, "dtype"):
+                made.append((weakref.ref(tensor), maker))
 
 
 def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None:
@@ -57,10 +61,6 @@ def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None
     if any(keras.tree.flatten(found)) or makers_of(model) is None:
         record = record_of(model)
         record.returned, record.makers = found, None
-
-
-def _pass(result: Any) -> None:
-    return
 
 
 def makers_of(model: Any) -> Any:
@@ -86,7 +86,7 @@ class Watched(keras.Operation):
         self.layer = layer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        with noted(self.layer, first_of_all=True) as note:
+        with watching(self.layer):
             result = self.layer(*args, **kwargs)
-            note(result)
+            note(self.layer, result, first_of_all=True)
         return result

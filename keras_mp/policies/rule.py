@@ -33,6 +33,7 @@ class Rule:
         alone: whether it is only about the layer itself, not the layers that it holds.
         unless: layer -> bool, asked at the layer's first call: if True, the rule does
             not apply.
+        of: the only classes of layers that `applies` is asked of, or class -> bool.
     """
 
     name: str
@@ -42,14 +43,24 @@ class Rule:
     backends: tuple[str, ...] = BACKENDS
     alone: bool = False
     unless: Callable[[Any], bool] = _never
+    of: tuple[type, ...] | Callable[[type], bool] = (keras.layers.Layer,)
 
-    def matches(self, layer: Any) -> bool:
-        """Does the rule keep this layer in float32, on the backend in use?"""
+    def is_about(self, kind: type) -> bool:
+        """May it keep layers of this class in float32, on the backend in use?"""
         if keras.backend.backend() not in self.backends:
             return False
+        of = self.applies if isinstance(self.applies, tuple) else self.of
+        return issubclass(kind, of) if isinstance(of, tuple) else of(kind)
+
+    def holds(self, layer: Any) -> bool:
+        """Does it keep a layer in float32, of a class that it is about?"""
         if isinstance(self.applies, tuple):
-            return isinstance(layer, self.applies) and not self.unless(layer)
+            return not self.unless(layer)
         return bool(self.applies(layer))
+
+    def matches(self, layer: Any) -> bool:
+        """Does it keep this layer in float32, on the backend in use?"""
+        return self.is_about(type(layer)) and self.holds(layer)
 
 
 class RuleTable(tuple[Rule, ...]):

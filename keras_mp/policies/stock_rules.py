@@ -7,13 +7,14 @@ behind them.
 
 import dataclasses
 import math
+import weakref
 from typing import Any
 
 import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
-from keras_mp.policies.layers import activation_of, first_input, input_shape
+from keras_mp.policies.layers import first_input, has_activation, input_shape
 from keras_mp.policies.rule import Rule, RuleTable
 
 layers = keras.layers
@@ -27,7 +28,7 @@ WIDE = 128
 
 def is_softmax(layer: Any) -> bool:
     """Does the layer return probabilities or log-probabilities of a softmax?"""
-    return isinstance(layer, layers.Softmax) or activation_of(layer) in SOFTMAX_NAMES
+    return isinstance(layer, layers.Softmax) or has_activation(layer, SOFTMAX_NAMES)
 
 
 def _if_there(*names: str) -> tuple[type, ...]:
@@ -52,8 +53,10 @@ def is_fed_by_half_precision(layer: Any) -> bool:
 
 def is_wide_average(layer: Any) -> bool:
     """Does the layer average windows so wide that sums in half precision are off?"""
-    pooling = (layers.AveragePooling1D, layers.AveragePooling2D)
-    return isinstance(layer, pooling) and math.prod(layer.pool_size) > WIDE
+    return isinstance(layer, _POOLING) and math.prod(layer.pool_size) > WIDE
+
+
+_POOLING = (layers.AveragePooling1D, layers.AveragePooling2D)
 
 
 def _runs_long(layer: Any) -> bool:
@@ -61,19 +64,21 @@ def _runs_long(layer: Any) -> bool:
     cells = getattr(cell, "cells", [cell])
     steps = input_shape(layer)[1:2] or (None,)
     return (
-        isinstance(layer, layers.RNN)
-        and any(isinstance(cell, layers.LSTMCell) for cell in cells)
+        any(isinstance(cell, layers.LSTMCell) for cell in cells)
         and (steps[0] or 0) > LARGEST_EXACT_INTEGER
     )
 
 
-def _is_non_max_suppression(layer: Any) -> bool:
+def _is_non_max_suppression(kind: type) -> bool:
     # By name, because importing KerasHub only for this would cost too much.
-    kind = type(layer)
     return (kind.__module__.split(".")[0], kind.__name__) == (
         "keras_hub",
         "NonMaxSuppression",
     )
+
+
+def _never(layer: Any) -> bool:
+    return False
 
 
 _MEASURED = "sweeps/README.md"
@@ -85,26 +90,28 @@ SOFTMAX = Rule(
 )
 OUTPUT = Rule(
     "output layer",
-    lambda layer: False,  # Decided by `compile`, which knows the model's outputs.
+    _never,  # Decided by `compile`, which knows the model's outputs.
     "what the loss sees is not rounded",
     "TensorFlow's mixed precision guide, 'Building the model'",
+    of=(),
 )
 OUTPUT_ALONE = dataclasses.replace(OUTPUT, alone=True)
 WRAPPED = Rule(
     "what it wraps",
-    lambda layer: False,  # Decided where the policies of both are known.
+    _never,  # Decided where the policies of both are known.
     "a wrapper computes in the precision of the layer that it wraps",
     "Keras: TimeDistributed calls the layer's `call` itself",
+    of=(),
 )
 STORED = Rule(
     "its file",
-    lambda layer: False,  # Decided where the file is read.
+    _never,  # Decided where the file is read.
     "it was in float32 when its model was saved",
     "keras_mp/policies/saving.py",
 )
 MIXES_DTYPES = Rule(
     "mixes dtypes",
-    lambda layer: False,  # Decided when its first call has failed.
+    _never,  # Decided when its first call has failed.
     "its call in half precision fails for its dtypes",
     "keras_mp/policies/mixed_dtypes.py",
 )
@@ -130,10 +137,11 @@ RULES = RuleTable(
         ),
         Rule(
             "Masking",
-            lambda layer: isinstance(layer, layers.Masking) and layer.mask_value != 0,
+            lambda layer: layer.mask_value != 0,
             "half precision rounds what is compared with the mask value",
             _MEASURED,
             ("tensorflow",),
+            of=(layers.Masking,),
         ),
         Rule(
             "activity_regularizer",
@@ -143,16 +151,14 @@ RULES = RuleTable(
         ),
         Rule(
             "UnitNormalization, Dot(normalize=True)",
-            lambda layer: (
-                isinstance(layer, layers.UnitNormalization)
-                or (isinstance(layer, layers.Dot) and layer.normalize)
-            ),
+            lambda layer: getattr(layer, "normalize", True),  # An attribute of Dot.
             "sums of squares pass 65504 or vanish",
             _MEASURED,
+            of=(layers.UnitNormalization, layers.Dot),
         ),
         Rule(
             "squareplus",
-            lambda layer: activation_of(layer) == "squareplus",
+            lambda layer: has_activation(layer, {"squareplus"}),
             "the square of 256 passes 65504",
             _MEASURED,
         ),
@@ -190,6 +196,7 @@ RULES = RuleTable(
             f"beyond {LARGEST_EXACT_INTEGER} a cell state no longer grows by "
             "steps of 1",
             _MEASURED,
+            of=(layers.RNN,),
         ),
         Rule(
             "wide average pooling",
@@ -197,16 +204,15 @@ RULES = RuleTable(
             f"sums of more than {WIDE} values pass 65504 or stall, on CPUs at least",
             _MEASURED,
             ("jax", "tensorflow"),
+            of=_POOLING,
         ),
         Rule(
             "interpolated UpSampling2D",
-            lambda layer: (
-                isinstance(layer, layers.UpSampling2D)
-                and layer.interpolation != "nearest"
-            ),
+            lambda layer: layer.interpolation != "nearest",
             "bicubic and Lanczos have no gradient in half, bilinear may fail under XLA",
             _MEASURED,
             ("tensorflow",),
+            of=(layers.UpSampling2D,),
         ),
         Rule(
             "3-D max pooling",
@@ -224,9 +230,10 @@ RULES = RuleTable(
         ),
         Rule(
             "NonMaxSuppression",
-            _is_non_max_suppression,
+            lambda layer: True,
             "areas of decoded boxes pass 65504, and scores are rounded",
             "KerasHub 0.32, predictions of RetinaNetObjectDetector",
+            of=_is_non_max_suppression,
         ),
         Rule(
             "TorchModuleWrapper",
@@ -239,6 +246,8 @@ RULES = RuleTable(
 )
 # Unpacked at once where all of it is read, which threads cannot interrupt.
 _kept: dict[type, Rule] = {}
+# For each class of layers and rules of a policy, all rules that are about it.
+_about: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
@@ -276,9 +285,20 @@ def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
         reason or "asked for by keep_float32",
         "its author",
     )
+    _about.clear()
     return layer_class
 
 
 def rules_with(users: tuple[Rule, ...], of_policy: tuple[Rule, ...]) -> RuleTable:
     """All rules: from the user, `keep_float32`, one policy, and all policies."""
     return RuleTable((*users, *_kept.values(), *of_policy, *RULES))
+
+
+def rules_about(kind: type, of_policy: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules about a class of layers, but for those from the user."""
+    known = _about.setdefault(kind, {})
+    if of_policy not in known:
+        rules = rules_with((), of_policy)
+        known[of_policy] = tuple(rule for rule in rules if rule.is_about(kind))
+    found: tuple[Rule, ...] = known[of_policy]
+    return found

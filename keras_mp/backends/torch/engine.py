@@ -24,6 +24,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
 
     half_dtypes = frozenset((*HALF, torch.float16, torch.bfloat16))
     fully_shard = staticmethod(sharding.fully_shard)
+    shards = True
     shards_in_vain = staticmethod(sharding.shards_in_vain)
     shard_like = staticmethod(sharding.shard_like)
     among_shards = staticmethod(sharding.among_shards)
