@@ -89,7 +89,7 @@ def choose_policy(layer: Any) -> None:
     decision = decision_for(layer)
     chooser = decision.chooser if decision else None
     chooser = chooser or chooser_of(policy_of(layer))
-    if decision and decision.rule and chooser and decision.rule.unless(layer):
+    if decision and decision.rule and chooser and decision.rule.fails(layer):
         decision = chooser.decide(layer)
     if decision is None:
         if chooser is None:
@@ -162,14 +162,19 @@ def first_call(layer: Any) -> Iterator[None]:
 
 
 def keep_output_in_float32(layer: Any) -> bool:
-    """Turns an output layer to float32, unless the user chose its policy."""
+    """Turns an output layer to float32, unless the user chose its policy.
+
+    Returns:
+        Whether it computes in another precision than before.
+    """
     choose_policy(layer)
     decision = decision_for(layer)
     if decision is None or decision.head:
         return False
     if decision.rule is SOFTMAX:
-        _set(layer, decision._replace(head=True), has_large(layer))
-        return True
+        _set(layer, decision._replace(head=True))
+        # Its weights may be bfloat16 now. Nothing else is another.
+        return decision.chooser is not None and _has_bfloat16_weights(decision.chooser)
     if decision.includes_children:
         return False
     chooser = decision.chooser or chooser_of(decision.policy)
@@ -213,8 +218,7 @@ def keep_own_call_in_float32(model: Any) -> None:
 
 def _carry_out(layer: Any, decision: Decision) -> None:
     before = policy_of(layer)
-    large = decision.head and has_large(layer)
-    _set(layer, decision, large)
+    _set(layer, decision)
     if not (decision.includes_children or isinstance(layer, OPAQUE)):
         return
     # A layer made of layers (a wrapper, a recurrent layer's cell) computes in these.
@@ -226,7 +230,7 @@ def _carry_out(layer: Any, decision: Decision) -> None:
             or decision_for(child)
             or has_default_policy(child, copies_children(layer))
         ):
-            _set(child, decision, large)
+            _set(child, decision, decision.head and has_large(layer))
 
 
 def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
@@ -241,14 +245,24 @@ def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
             _pass_on(child, chooser, copied)
 
 
-def _set(layer: Any, decision: Decision, large: bool = False) -> None:
-    """Gives a layer what was decided for it; `large`: as a head with large kernels."""
+def _has_bfloat16_weights(chooser: ChoosingPolicy) -> bool:
+    return bool(chooser.variable_dtype == BFLOAT16)
+
+
+def _set(layer: Any, decision: Decision, large: bool | None = None) -> None:
+    """Gives a layer what was decided for it.
+
+    Args:
+        large: whether it is a head with large kernels, or in one, if that is known.
+    """
     before = getattr(policy_of(layer), "variable_dtype", None)
     layer.dtype_policy = decision.policy
     record_of(layer).decision = decision
     chooser = decision.chooser or chooser_of(decision.policy)
-    if chooser is not None and chooser.variable_dtype == BFLOAT16:
+    if chooser is not None and _has_bfloat16_weights(chooser):
         dtype = decision.policy.variable_dtype
         # If that was and stays bfloat16, somebody asked for float32 weights: LoRA.
+        if large is None:
+            large = decision.head and has_large(layer)
         if not dtype == before == BFLOAT16:
             bring_to(dtype, layer, large=BFLOAT16 if large else dtype)

@@ -7,7 +7,7 @@ float32, because TensorFlow does not mix dtypes.
 import collections
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -40,13 +40,13 @@ def note_compiled(model: Any) -> None:
     """
     name_layers(model)
     changed = choose_by_path(model)
+    outputs = list(_output_layers(model))
     if is_graph(model):
-        heads = [x for head in _output_layers(model) for x in private.layers_in(head)]
-        of_heads = set(map(id, heads))
+        of_heads = {id(x) for head in outputs for x in private.layers_in(head)}
         inside = [x for x in private.layers_in(model) if id(x) not in of_heads]
         _hidden[model] = {id(layer) for layer in inside}
         changed += [layer for layer in inside if take_output_back(layer)]
-    if changed := changed + keep_outputs_in_float32(model):
+    if changed := changed + _in_float32(model, outputs):
         symbolic.refresh(model, changed)
         _follow(model, {id(layer) for layer in changed})
 
@@ -91,12 +91,16 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     model.
 
     Returns:
-        The layers that have changed.
+        The layers that compute in another precision than before.
     """
+    return _in_float32(model, _output_layers(model))
+
+
+def _in_float32(model: Any, outputs: Iterable[Any]) -> list[Any]:
     hidden = {i for other in _others(model) for i in _hidden.get(other, ())}
     return [
         layer
-        for layer in _output_layers(model)
+        for layer in outputs
         if not (is_composite(layer) and layer.autocast)
         and id(layer) not in hidden
         and keep_output_in_float32(layer)

@@ -52,10 +52,14 @@ class Rule:
         of = self.applies if isinstance(self.applies, tuple) else self.of
         return issubclass(kind, of) if isinstance(of, tuple) else of(kind)
 
+    def fails(self, layer: Any) -> bool:
+        """Does it not apply to a layer, although it is about its class?"""
+        return self.unless is not _never and self.unless(layer)
+
     def holds(self, layer: Any) -> bool:
         """Does it keep a layer in float32, of a class that it is about?"""
         if isinstance(self.applies, tuple):
-            return not self.unless(layer)
+            return not self.fails(layer)
         return bool(self.applies(layer))
 
     def matches(self, layer: Any) -> bool:

@@ -1,0 +1,127 @@
+"""From a call of the user's to its effect a value passes few files of ours.
+
+Counted as a program runs: the files of keras_mp whose functions run, and their calls.
+"""
+
+import collections
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import pytest
+from backends import BACKEND
+from keras import layers, ops
+
+import keras_mp
+
+FOLDER = f"{pathlib.Path(keras_mp.__file__).parent}/"
+X = np.ones((4, 8), "float32")
+# At most so many files, and calls, on each backend.
+MOST = {
+    "first call": {"jax": (23, 330), "tensorflow": (24, 360), "torch": (24, 365)},
+    "second call": {"jax": (5, 13), "tensorflow": (6, 19), "torch": (4, 11)},
+    "compile": {"jax": (29, 245), "tensorflow": (29, 245), "torch": (31, 250)},
+    "apply": {"jax": (10, 100), "tensorflow": (12, 125), "torch": (12, 115)},
+}
+
+
+class Two(keras.Model):
+    """A model without a graph, of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(8)
+        self.head = layers.Dense(4, activation="softmax")
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+def first_call():
+    Two()(X)  # What is asked of a class is asked once.
+    model = Two()
+    return lambda: model(X), None
+
+
+def second_call():
+    model = Two()
+    model(X)
+    return lambda: model(X), None
+
+
+def compiling():
+    def model():
+        head = layers.Dense(4, activation="softmax")
+        return keras.Sequential([keras.Input((8,)), layers.Dense(8), head])
+
+    how = "adam", "sparse_categorical_crossentropy"
+    model().compile(*how)
+    second = model()
+    return lambda: second.compile(*how), None
+
+
+def applying():
+    """Until the update of the inner optimizer, which is Keras'."""
+    optimizer = keras_mp.LossScaleOptimizer("adam")
+    variables = [keras.Variable(np.ones((4, 4), "float32")) for _ in range(3)]
+    optimizer.build(variables)
+
+    def step():
+        optimizer.scale_loss(ops.ones(()))
+        optimizer.apply([ops.ones((4, 4))] * 3, variables)
+
+    step()
+    optimizer.scale_loss(ops.ones(()))
+    grads = [ops.ones((4, 4))] * 3
+    return lambda: optimizer.apply(grads, variables), optimizer.inner_optimizer
+
+
+WAYS = {
+    "first call": first_call,
+    "second call": second_call,
+    "compile": compiling,
+    "apply": applying,
+}
+
+
+def files_of(run, last=None):
+    """How often functions of each file run, until Keras' own update by `last`."""
+    found, ended = collections.Counter(), False
+
+    def look(frame, event, argument):
+        nonlocal ended
+        code = frame.f_code
+        if ended or event != "call":
+            return
+        is_update = "update_step" in code.co_name and last is not None
+        ended = is_update and frame.f_locals.get("self") is last
+        if code.co_filename.startswith(FOLDER) and not ended:
+            found[code.co_filename.removeprefix(FOLDER)] += 1
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("way", WAYS)
+def test_few_files_are_on_the_way(way, mixed_float16):
+    found = files_of(*WAYS[way]())
+    files, calls = MOST[way][BACKEND]
+    assert len(found) <= files, found
+    assert found.total() <= calls, found
+
+
+def test_what_nobody_uses_is_not_on_the_way(mixed_float16):
+    found = set().union(*(files_of(*way()) for way in WAYS.values()))
+    unused = {
+        "rounding/lost.py",
+        "rounding/scope.py",
+        "callbacks/loss_scale_monitor.py",
+    }
+    unused |= {"sharding.py"} if BACKEND != "torch" else set()
+    assert not found & unused
