@@ -11,7 +11,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
-from keras_mp.loss_scaling.models import wrap_optimizers
+from keras_mp.loss_scaling.wrapping import wrap_optimizers
 from keras_mp.policies import heads, outputs
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own

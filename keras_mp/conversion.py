@@ -7,7 +7,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp import interrupts, unseen
 from keras_mp.backends.interface import BFLOAT16, HALF
-from keras_mp.loss_scaling.models import rescale_optimizer
+from keras_mp.loss_scaling.wrapping import rescale_optimizer
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import choose_policy, chooser_for
 from keras_mp.policies.layers import is_graph, keras_path, policy_of

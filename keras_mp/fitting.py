@@ -14,9 +14,9 @@ import keras_mp.keras_private as private
 from keras_mp import compiling, first_step
 from keras_mp.backends import engine
 from keras_mp.backends.train_step import any_measured, next_calls
-from keras_mp.loss_scaling import retaking, stage, unscaled
-from keras_mp.loss_scaling.models import watched_for_underflow, wrap_optimizers
+from keras_mp.loss_scaling import retaking, stage, unwrapped
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.loss_scaling.wrapping import watched_for_underflow, wrap_optimizers
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 from keras_mp.still_kernels import KernelWatch
@@ -71,7 +71,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
             with stage.train_step() as updates:
                 result = step(*args)
         else:
-            with unscaled.postponed():
+            with unwrapped.postponed():
                 with stage.train_step() as updates:
                     result = step(*args)
                 # What the step has built is known now, and TensorFlow traces it again.

@@ -77,7 +77,7 @@ _adapters = _find("keras.src.trainers.data_adapters:data_adapter_utils")
 PartialBatches = vars(_adapters).get("PartialBatchList")
 # Every random draw of a layer passes here.
 backend_random = _find("keras.src.backend:random")
-# A cast of ours must keep the mask that Keras attaches to a tensor.
+# A cast must keep the mask that Keras attaches to a tensor.
 get_keras_mask = _find("keras.src.backend.common.masking:get_keras_mask")
 set_keras_mask = _find("keras.src.backend.common.masking:set_keras_mask")
 # The values that stand for variables in a stateless call, which an update rewrites.

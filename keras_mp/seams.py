@@ -19,8 +19,8 @@ import keras_mp.keras_private as private
 from keras_mp import compiling, first_step, fitting, wanted
 from keras_mp.backends import engine
 from keras_mp.config import note_global_policy, restore_global_policy, show_scope
-from keras_mp.loss_scaling import resuming, stage, unscaled
-from keras_mp.loss_scaling.models import losses_in_float32
+from keras_mp.loss_scaling import resuming, stage, unwrapped
+from keras_mp.loss_scaling.wrapping import losses_in_float32
 from keras_mp.messages import warnings_at_the_user
 from keras_mp.policies import (
     exporting,
@@ -442,7 +442,7 @@ def _apply(original: Callable) -> Callable:
         is_known = stage.in_scaled_update() and self in lost.seen
         if is_known and not wanted.shards:
             return original(self, grads, trainable_variables)
-        unscaled.look(self, trainable_variables)
+        unwrapped.look(self, trainable_variables)
         lost.look(self, trainable_variables)
         updated = trainable_variables or private.own_trainable(self)
         with stage.update_by(self), engine.among_shards(updated):
@@ -453,7 +453,7 @@ def _apply(original: Callable) -> Callable:
 
 def _scale_loss(original: Callable) -> Callable:
     def scale_loss(self: Any, loss: Any) -> Any:
-        unscaled.leave_alone(self.inner_optimizer)
+        unwrapped.leave_alone(self.inner_optimizer)
         return original(self, loss)
 
     return scale_loss

@@ -1,7 +1,7 @@
 """Models that exist already when half precision is asked for: what nobody has seen.
 
 What the seams note at `compile` and at a first call is made up for here, before a
-policy of ours changes the model.
+`ChoosingPolicy` changes the model.
 """
 
 import contextlib

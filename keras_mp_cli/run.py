@@ -195,7 +195,7 @@ def _say_what_it_trained() -> None:
 
 
 def _say_if_misplaced(script: str, args: Sequence[str]) -> None:
-    """Names an option of ours that stands after the script, and so is the script's."""
+    """Names an option of `keras-mp` that stands after the script, which gets it."""
     given = [part for arg in args for part in arg.split("=", 1)]
     for option, values in {"--policy": POLICIES, "--backend": BACKENDS}.items():
         for name, value in itertools.pairwise(given):

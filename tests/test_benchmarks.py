@@ -726,7 +726,7 @@ def test_a_language_model_has_a_head_whose_operands_are_half_precision():
     with policy_scope("mixed_float16"):
         model = quality.built(task, "mixed_float16")
     hidden = np.zeros((1, 1), "float16")
-    products = [heads.half_products(layer, hidden) for layer in model.layers]
+    products = [heads.operands_dtype(layer, hidden) for layer in model.layers]
     assert products.count("float16") == 1
 
 

@@ -14,6 +14,7 @@ from backends import BACKEND
 from keras import layers, ops
 
 import keras_mp
+from keras_mp.policies.policy import ChoosingPolicy
 
 FOLDER = f"{pathlib.Path(keras_mp.__file__).parent}/"
 X = np.ones((4, 8), "float32")
@@ -105,6 +106,12 @@ def files_of(run, last=None):
     finally:
         sys.setprofile(None)
     return found
+
+
+@pytest.fixture(autouse=True)
+def nobody_goes_by_path(monkeypatch):
+    """A policy that does, in another test, makes everybody ask."""
+    monkeypatch.setattr(ChoosingPolicy, "paths_matter", False)
 
 
 @pytest.mark.kernels

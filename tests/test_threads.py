@@ -58,7 +58,7 @@ def test_five_threads_fit_models_with_an_optimizer_that_nobody_scales(busy):
 
 def test_layers_come_while_an_optimizer_looks_for_them(busy):
     """The set of float16 layers, which each new optimizer reads, grows meanwhile."""
-    from keras_mp.loss_scaling import unscaled
+    from keras_mp.loss_scaling import unwrapped
     from keras_mp.policies.record import record_of
 
     kept = []
@@ -74,7 +74,7 @@ def test_layers_come_while_an_optimizer_looks_for_them(busy):
         variable = keras.Variable(np.ones(2))
         while not stop.is_set():
             optimizer = keras.optimizers.SGD()
-            unscaled.look(optimizer, [variable])
+            unwrapped.look(optimizer, [variable])
 
     assert in_threads(2, work) == []
 

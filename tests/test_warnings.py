@@ -189,7 +189,7 @@ def a_converted_pattern_without_a_layer(folder, monkeypatch):
     keras_mp.convert(scaled(), keras_mp.MixedFloat16(float32=["nowhere"]))
 
 
-@provokes("loss_scaling.unscaled.look", "Optimizer 'plain' updates layers", "apply(")
+@provokes("loss_scaling.unwrapped.look", "Optimizer 'plain' updates layers", "apply(")
 def a_loop_that_scales_nothing(folder, monkeypatch):
     model, optimizer = scaled(), keras.optimizers.SGD(name="plain")
     variables = model.trainable_variables

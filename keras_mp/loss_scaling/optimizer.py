@@ -11,7 +11,7 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp import wanted
 from keras_mp.backends import engine
-from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step, unscaled
+from keras_mp.loss_scaling import checkpoint, gradients, nonfinite, step, unwrapped
 from keras_mp.loss_scaling.inner_optimizer import (
     checked_inner,
     refuse_inner_arguments,
@@ -164,7 +164,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.dynamic_scale = self._loss_scaling.scale
         self._loads_inner = True
         hold(self, inner_optimizer)
-        unscaled.leave_alone(inner_optimizer)
+        unwrapped.leave_alone(inner_optimizer)
 
     # Building --------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """How a layer gets its policy.
 
-A Keras policy never sees the layer it is for. A policy of ours does: it chooses a stock
-Keras policy for the layer, which the layer keeps, saves and shows:
+A Keras policy never sees the layer it is for. A `ChoosingPolicy` does: it chooses a
+stock Keras policy for the layer, which the layer keeps, saves and shows:
 
     the layer is created     choose_by_class: rules about classes
     its first call           choose_policy: all other rules; the layer's children follow
-    compile                  keep_output_in_float32
+    compile                  make_head
 
 The decision and the rule behind it stand in the record of the layer.
 """
@@ -50,7 +50,7 @@ from keras_mp.policies.stock_rules import (
 from keras_mp.policies.weights import bring_to, has_large
 
 # Prefix of a layer's path in a file's map: the layer and all its parts are in float32.
-IN_FILES = "keras_mp/"
+FLOAT32_IN_FILES = "keras_mp/"
 
 
 def decision_for(layer: Any) -> Decision | None:
@@ -63,7 +63,7 @@ def decision_for(layer: Any) -> Decision | None:
 
 
 def chooser_for(layer: Any) -> ChoosingPolicy | None:
-    """The policy of ours that has decided or will decide for `layer`; None if none."""
+    """The `ChoosingPolicy` that has decided, or will decide, for `layer`, if any."""
     decision = decision_for(layer)
     return (decision and decision.chooser) or chooser_of(policy_of(layer))
 
@@ -83,7 +83,7 @@ def choose_by_class(layer: Any) -> None:
 
 
 def choose_policy(layer: Any) -> None:
-    """Lets a policy of ours choose the layer's own, before its first call."""
+    """Lets a `ChoosingPolicy` choose the layer's own, before its first call."""
     if has_map(layer):
         _choose_by_map(layer)
     decision = decision_for(layer)
@@ -110,7 +110,7 @@ def choose_policy(layer: Any) -> None:
 
 def _choose_by_map(layer: Any) -> None:
     path = keras_path(layer)
-    if IN_FILES + path in layer.dtype_policy:
+    if FLOAT32_IN_FILES + path in layer.dtype_policy:
         # The map has no entries for the parts of this layer that have no path.
         for part in filter(has_map, private.layers_in(layer)):
             private.set_policy(part, FLOAT32)
@@ -161,7 +161,7 @@ def first_call(layer: Any) -> Iterator[None]:
         private.set_policy_of_thread(as_stock(before))
 
 
-def keep_output_in_float32(layer: Any) -> bool:
+def make_head(layer: Any) -> bool:
     """Turns an output layer to float32, unless the user chose its policy.
 
     Returns:
@@ -188,8 +188,8 @@ def output_rule(layer: Any) -> Rule:
     return OUTPUT_ALONE if is_composite(layer) else OUTPUT
 
 
-def take_output_back(layer: Any) -> bool:
-    """Undoes `keep_output_in_float32`."""
+def unmake_head(layer: Any) -> bool:
+    """Undoes `make_head`."""
     decision = decision_for(layer)
     if decision is None or not decision.head or decision.chooser is None:
         return False

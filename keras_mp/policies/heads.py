@@ -49,7 +49,7 @@ def call(head: Any, inputs: Any, original: Callable[[], Any]) -> Any:
     features are not rounded. The same holds in the products of the gradient, unless it
     would be float16 and its loss is not scaled.
     """
-    dtype = half_products(head, inputs)
+    dtype = operands_dtype(head, inputs)
     if dtype is None:
         scope: Any = contextlib.nullcontext()
         if has_bfloat16(head.weights):  # They meet inputs from a float32 layer.
@@ -78,7 +78,7 @@ def reading_of_logits(layer: Any) -> tuple[str, bool]:
     return "whole" if read == "logits" else "in chunks", read == "classes"
 
 
-def half_products(layer: Any, inputs: Any) -> str | None:
+def operands_dtype(layer: Any, inputs: Any) -> str | None:
     """The dtype of the operands of a layer's products; None for its own."""
     if not (is_head(layer) and has_large(layer)):
         return None
@@ -95,7 +95,7 @@ def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
     Layers are stored with a stock float32 policy, whoever chose it. Keras ignores these
     entries, as it ignores anything else beside the config of an object. In that of an
-    optimizer of ours they are within, because it may be the first of us to be read.
+    optimizer of keras_mp they are within, because it may be read before all else.
     """
     heads = {
         place: layer
@@ -114,7 +114,7 @@ def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_file(config: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> Any:
-    """Makes an optimizer of ours, which keeps what its config says of heads.
+    """Makes an optimizer of keras_mp, which keeps what its config says of heads.
 
     Args:
         config: what a file holds.
@@ -143,7 +143,7 @@ def find_heads(model: Any, stored: dict[str, Any]) -> None:
                     bring_to("float32", part, large=BFLOAT16)
 
 
-def note_compiled(layers: list[Any], scaled: bool, metrics: Any) -> None:
+def note_readers(layers: list[Any], scaled: bool, metrics: Any) -> None:
     """Remembers for each head among layers what its model was compiled with.
 
     Args:

@@ -44,7 +44,7 @@ _thread = threading.local()
 def first_result(layer: Any, call: Callable[[], Any]) -> Any:
     """What a layer's first call returns.
 
-    If a policy of ours chose half precision for a layer that runs code of the user's,
+    If a `ChoosingPolicy` gave half precision to a layer that runs code of the user's,
     and its call fails because of dtypes, it is called again in float32 and stays there.
     If that fails as well, the layer gets its policy back. A model and a layer with
     state are not called twice: their error gets a note with the remedy.
@@ -110,7 +110,7 @@ def tell(layer: Any) -> None:
 
 
 def may_be_kept(layer: Any) -> bool:
-    """Does it run code of the user's in half precision that a policy of ours chose?"""
+    """Does it run code of the user's in half precision, by a `ChoosingPolicy`?"""
     decision = decision_for(layer)
     return (
         decision is not None

@@ -19,8 +19,8 @@ from keras_mp.policies import hidden, returned, symbolic
 from keras_mp.policies.choosing import (
     choose_by_path,
     decision_for,
-    keep_output_in_float32,
-    take_output_back,
+    make_head,
+    unmake_head,
 )
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
 from keras_mp.policies.paths import name_layers
@@ -45,7 +45,7 @@ def note_compiled(model: Any) -> None:
         of_heads = {id(x) for head in outputs for x in private.layers_in(head)}
         inside = [x for x in private.layers_in(model) if id(x) not in of_heads]
         _hidden[model] = {id(layer) for layer in inside}
-        changed += [layer for layer in inside if take_output_back(layer)]
+        changed += [layer for layer in inside if unmake_head(layer)]
     if changed := changed + _in_float32(model, outputs):
         symbolic.refresh(model, changed)
         _follow(model, {id(layer) for layer in changed})
@@ -84,7 +84,7 @@ def _others(model: Any) -> list[Any]:
 def keep_outputs_in_float32(model: Any) -> list[Any]:
     """Turns the output layers of a model to float32; without a graph, once called.
 
-    Only layers for which a policy of ours has decided: what the user said explicitly
+    Only layers for which a `ChoosingPolicy` has decided: what the user said explicitly
     for a layer wins. A layer made of layers stays unless it has `autocast=False`,
     because nobody knows what it computes from their results. An output without a loss
     in `compile` stays, too, and so does a layer in the middle of another compiled
@@ -103,7 +103,7 @@ def _in_float32(model: Any, outputs: Iterable[Any]) -> list[Any]:
         for layer in outputs
         if not (is_composite(layer) and layer.autocast)
         and id(layer) not in hidden
-        and keep_output_in_float32(layer)
+        and make_head(layer)
     ]
 
 
@@ -151,7 +151,7 @@ def _makers(model: Any) -> list[Iterator[Any]]:
 
 
 def _users_choice(layer: Any) -> bool:
-    """Has the user, and no policy of ours, chosen what the layer computes in?"""
+    """Has the user, and no `ChoosingPolicy`, chosen what the layer computes in?"""
     return decision_for(layer) is None and chooser_of(policy_of(layer)) is None
 
 

@@ -1,4 +1,4 @@
-"""The policies of ours, and what they decide for a layer."""
+"""The policies that choose for each layer, and what they decide."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ FLOAT32 = keras.DTypePolicy("float32")
 
 
 class _ChosenName(str):
-    """The name of a stock policy that remembers which policy of ours chose it.
+    """The name of a stock policy that remembers which `ChoosingPolicy` chose it.
 
     A layer's policy reaches its children (`dtype=self.dtype_policy`) and its clones,
     and Keras makes their new policy from the name alone. In files it is a plain name.
@@ -225,7 +225,7 @@ class Decision(NamedTuple):
     Attributes:
         policy: the stock policy.
         rule: why it is float32; None for half precision.
-        chooser: the policy of ours that decided, if `policy` does not name it.
+        chooser: the `ChoosingPolicy` that decided, if `policy` does not name it.
         head: whether a loss reads what the layer returns; see `heads`.
     """
 
@@ -316,12 +316,12 @@ _SHORT_NAMES = {
 
 
 def chooser_of(policy: Any) -> ChoosingPolicy | None:
-    """The policy of ours that `policy` is, or that chose it; None if the user did."""
+    """The `ChoosingPolicy` that `policy` is, or that chose it; None if the user did."""
     return getattr(getattr(policy, "name", None), "chooser", None)
 
 
 def as_stock(policy: Any) -> Any:
-    """The stock policy of the same name that remembers which policy of ours it is.
+    """The stock policy of the same name that remembers which `ChoosingPolicy` it is.
 
     That is what Keras holds for a thread: it is of use without the seams as well.
     """
@@ -330,6 +330,6 @@ def as_stock(policy: Any) -> Any:
 
 
 def is_half(policy: Any) -> bool:
-    """Does a policy compute in half precision, and is it mixed or of ours?"""
+    """Does a policy compute in half precision, and is it mixed, or chosen?"""
     is_mixed = policy.variable_dtype == "float32"
     return policy.compute_dtype in HALF and (is_mixed or chooser_of(policy) is not None)

@@ -15,7 +15,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp import wanted
-from keras_mp.policies.choosing import IN_FILES, decision_for
+from keras_mp.policies.choosing import FLOAT32_IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, keras_path, policy_of
 from keras_mp.policies.policy import ChoosingPolicy, Decision, chooser_of
 from keras_mp.policies.record import record_of
@@ -24,7 +24,7 @@ from keras_mp.policies.record import record_of
 def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
     """The stock policy to store for a layer; None if Keras stores the right one.
 
-    A layer that was never called still has a policy of ours, and so may a map.
+    A layer that was never called still has a `ChoosingPolicy`, and so may a map.
     """
     policy: Any = getattr(layer, "dtype_policy", None)
     if isinstance(policy, ChoosingPolicy):
@@ -95,7 +95,7 @@ def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
         if in_float32 and not all(part.path for part in parts):
             # A map cannot name a layer without a path, such as a Dropout. So keras_mp
             # keeps this layer with all its parts in float32 when it opens the file.
-            entries[IN_FILES + keras_path(layer)] = policy
+            entries[FLOAT32_IN_FILES + keras_path(layer)] = policy
             within.update(map(id, parts))
         elif layer.path and (in_float32 or policy.quantization_mode is not None):
             entries[layer.path] = policy

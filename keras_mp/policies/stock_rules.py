@@ -251,7 +251,7 @@ _about: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def keep_float32(layer_class: Any, reason: str | None = None) -> Any:
-    """Keeps all layers of a class in float32 under every policy of ours.
+    """Keeps all layers of a class in float32 under every policy of keras_mp.
 
     For authors of libraries; works as a decorator or a call. Layers of subclasses stay
     in float32 too.

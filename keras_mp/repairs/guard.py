@@ -1,4 +1,4 @@
-"""Calls of an operation that no wrapper is for pass one function of ours."""
+"""Calls of an operation that no wrapper is for pass this one function."""
 
 import functools
 from collections.abc import Callable

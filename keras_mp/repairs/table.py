@@ -22,7 +22,7 @@ class Row(NamedTuple):
         gain: what a kernel gains, and where that was measured.
         needs: private names, "module:name", without which a kernel is left out.
         by: which calls it is for: those with an operand in `HALF`; those by `HEADS`,
-            or of what a head has made; or `EACH`. Others pass one function of ours.
+            or of what a head has made; or `EACH`. Others pass `guard` alone.
     """
 
     operations: str

@@ -14,7 +14,7 @@ from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
 
 
 def rounds_weights(model: Any) -> bool:
-    """Has a policy of ours made a trainable weight of the model bfloat16?
+    """Has a `ChoosingPolicy` made a trainable weight of the model bfloat16?
 
     For a layer that is not built: will it? Keras' own policies do not ask for this.
     """

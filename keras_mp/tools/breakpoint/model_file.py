@@ -10,8 +10,8 @@ from typing import Any
 import keras
 
 from keras_mp.errors import BreakpointError
-from keras_mp.loss_scaling.models import wrap_optimizers
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
+from keras_mp.loss_scaling.wrapping import wrap_optimizers
 
 MODEL = "model.keras"
 WEIGHTS = "model.weights.h5"

@@ -10,8 +10,8 @@ import numpy as np
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
-from keras_mp.loss_scaling.models import computes_in_float16
 from keras_mp.loss_scaling.nonfinite import named
+from keras_mp.loss_scaling.wrapping import computes_in_float16
 from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import is_graph, policy_of
 from keras_mp.policies.outputs import producers

@@ -14,7 +14,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.kernels.table import own as kernels
 from keras_mp.policies.choosing import decision_for
-from keras_mp.policies.heads import half_products
+from keras_mp.policies.heads import operands_dtype
 from keras_mp.policies.layers import children_of, first_input, is_graph, policy_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import chooser_of
@@ -82,7 +82,7 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     policy = policy_of(layer)
     outputs = [tensor for node in nodes for tensor in node.outputs]
     inputs = [node.input_tensors for node in nodes] or first_input(layer)
-    products = half_products(layer, inputs) if wanted.kernels else None
+    products = operands_dtype(layer, inputs) if wanted.kernels else None
     dtypes = dict.fromkeys(tensor.dtype for tensor in outputs)
     variables = private.own_variables(layer)
     weights = copied = counted = None

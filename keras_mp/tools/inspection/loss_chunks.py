@@ -32,7 +32,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
             (*_, shape) = (tensor.shape for tensor in node.outputs)
             shapes = [v.shape for v in _matrices(layer) if shape[-1] in v.shape]
             known = shapes and None not in shape[1:]
-            if known and heads.half_products(layer, node.input_tensors):
+            if known and heads.operands_dtype(layer, node.input_tensors):
                 rows = _BATCH * math.prod(shape[1:-1])
                 sentences.append(_sentence(layer, rows, shape[-1]))
     return tuple(filter(None, sentences))

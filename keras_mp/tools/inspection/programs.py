@@ -19,7 +19,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import WHOLE
 from keras_mp.backends.measures import Constant, Fact, IntegerCast, LostAddend
-from keras_mp.loss_scaling.models import computes_in_float16
+from keras_mp.loss_scaling.wrapping import computes_in_float16
 from keras_mp.policies.layers import called_with, is_graph
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision

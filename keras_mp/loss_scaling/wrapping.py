@@ -11,7 +11,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.train_step import UNDERFLOW, monitored
-from keras_mp.loss_scaling import summary, unscaled
+from keras_mp.loss_scaling import summary, unwrapped
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.policies import heads
 from keras_mp.policies.layers import is_graph
@@ -78,9 +78,9 @@ def wrap_optimizers(model: Any) -> None:
         if scales and _needs_scaling(model, optimizer):
             _wrap(model, name, _scaled)
         elif not scales and optimizer is not None:
-            unscaled.leave_alone(optimizer)
+            unwrapped.leave_alone(optimizer)
         summary.note(getattr(model, name))
-    heads.note_compiled(
+    heads.note_readers(
         private.layers_in(model),
         _scales(model.optimizer),
         [config.get("metrics"), config.get("weighted_metrics")],
