@@ -375,14 +375,13 @@ def _make_train_function(original: Callable) -> Callable:
     return make_train_function
 
 
-def _make(name: str) -> Callable[[Callable], Callable]:
-    def seam(original: Callable) -> Callable:
-        def make(self: Any, force: bool = False) -> Any:
-            first_step.make_function(self, name, original, force)
+def _make_function(original: Callable) -> Callable:
+    name = original.__name__.removeprefix("make_")
 
-        return make
+    def make(self: Any, force: bool = False) -> Any:
+        first_step.make_function(self, name, original, force)
 
-    return seam
+    return make
 
 
 def _get_metrics_result(original: Callable) -> Callable:
@@ -438,7 +437,7 @@ def _apply(original: Callable) -> Callable:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)  # Read more than once.
-        # Of a scaler that has looked itself, from its second step on.
+        # Within a scaler there is nothing to look for from the second step on.
         is_known = stage.in_scaled_update() and self in lost.seen
         if is_known and not wanted.shards:
             return original(self, grads, trainable_variables)
@@ -526,11 +525,10 @@ SEAMS = (
         _make_train_function,
     ),
     Seam(
-        ("Model.make_test_function",),
-        "watches the first step, and an interrupt leaves a model its values",
-        _make("test_function"),
+        ("Model.make_test_function", "Model.make_predict_function"),
+        "watch the first step; an interrupt leaves a model its values",
+        _make_function,
     ),
-    Seam(("Model.make_predict_function",), "the same", _make("predict_function")),
     Seam(
         ("Model.get_metrics_result",),
         "nothing, not 0, if every step of an epoch was skipped",
@@ -544,14 +542,14 @@ SEAMS = (
         _apply,
     ),
     Seam(
-        ("Optimizer.load_own_variables",),
-        "a file that another wrapper wrote resumes",
-        _load_optimizer,
-    ),
-    Seam(
         ("LossScaleOptimizer.scale_loss",),
         "Keras' own: it scales what it holds",
         _scale_loss,
+    ),
+    Seam(
+        ("Optimizer.load_own_variables",),
+        "a file that another wrapper wrote resumes",
+        _load_optimizer,
     ),
     Seam(
         (
