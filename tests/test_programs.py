@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from backends import BACKEND, gradients
 from keras import layers, ops
-from test_unscaled import apply
+from test_unwrapped import apply
 
 import keras_mp
 
