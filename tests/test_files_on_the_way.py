@@ -14,6 +14,7 @@ from backends import BACKEND
 from keras import layers, ops
 
 import keras_mp
+from keras_mp.backends import known
 from keras_mp.policies.policy import ChoosingPolicy
 
 FOLDER = f"{pathlib.Path(keras_mp.__file__).parent}/"
@@ -109,9 +110,11 @@ def files_of(run, last=None):
 
 
 @pytest.fixture(autouse=True)
-def nobody_goes_by_path(monkeypatch):
-    """A policy that does, in another test, makes everybody ask."""
+def nothing_of_other_tests(monkeypatch):
+    """A policy that goes by paths, and logits that the trace of a failed step holds."""
     monkeypatch.setattr(ChoosingPolicy, "paths_matter", False)
+    for facts in known.IN_USE:
+        facts.clear()
 
 
 @pytest.mark.kernels
