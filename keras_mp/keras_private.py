@@ -257,11 +257,6 @@ def is_autocast_to_half() -> bool:
 call_under_way = functools.partial(_of_thread, "current_call_ctx")
 
 
-def is_in_a_call() -> bool:
-    """Is the call of a layer under way in this thread? Keras keeps its context."""
-    return call_under_way() is not None
-
-
 def layer_in_call() -> Any:
     """The innermost layer that this thread is calling or building; None if none is.
 

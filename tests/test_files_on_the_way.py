@@ -4,6 +4,7 @@ Counted as a program runs: the files of keras_mp whose functions run, and their 
 """
 
 import collections
+import gc
 import pathlib
 import sys
 
@@ -101,11 +102,14 @@ def files_of(run, last=None):
         if code.co_filename.startswith(FOLDER) and not ended:
             found[code.co_filename.removeprefix(FOLDER)] += 1
 
+    gc.collect()  # What is remembered of the layers of other tests goes now.
+    gc.disable()
     sys.setprofile(look)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 

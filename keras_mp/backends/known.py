@@ -24,9 +24,6 @@ class Known(Generic[Fact]):
         facts, key = self.facts, id(tensor)
         facts[key] = weakref.ref(tensor, lambda _: facts.pop(key, None)), fact
 
-    def forget(self, tensor: Any) -> None:
-        self.facts.pop(id(tensor), None)
-
     def get(self, tensor: Any) -> Fact | None:
         reference, fact = self.facts.get(id(tensor), (None, None))
         return fact if reference is not None and reference() is tensor else None

@@ -21,7 +21,6 @@ from keras_mp.policies.layers import is_graph
 from keras_mp.policies.record import record_of
 
 # Each thread sets and removes its own entry alone.
-#
 # By thread: what makes the results that the outermost call may hand out, layers and
 # operations, by the id of the graph that calls them; None: no graph does.
 within: dict[int, dict[int | None, set[int]]] = {}
@@ -31,11 +30,8 @@ _wide: Known[Any] = Known()
 
 
 @contextlib.contextmanager
-def passed_on(makers: dict[int | None, set[int]] | None) -> Iterator[None]:
+def passed_on(makers: dict[int | None, set[int]]) -> Iterator[None]:
     """Within a model's outermost call its outputs are cast before they are used."""
-    if not makers:
-        yield
-        return
     thread = threading.get_ident()
     try:
         within[thread] = makers

@@ -15,7 +15,7 @@ from keras_mp.tables import Table
 BACKENDS = ("jax", "tensorflow", "torch")
 
 
-def _never(layer: Any) -> bool:
+def never(layer: Any) -> bool:
     return False
 
 
@@ -42,7 +42,7 @@ class Rule:
     source: str
     backends: tuple[str, ...] = BACKENDS
     alone: bool = False
-    unless: Callable[[Any], bool] = _never
+    unless: Callable[[Any], bool] = never
     of: tuple[type, ...] | Callable[[type], bool] = (keras.layers.Layer,)
 
     def is_about(self, kind: type) -> bool:
@@ -54,7 +54,7 @@ class Rule:
 
     def fails(self, layer: Any) -> bool:
         """Does it not apply to a layer, although it is about its class?"""
-        return self.unless is not _never and self.unless(layer)
+        return self.unless is not never and self.unless(layer)
 
     def holds(self, layer: Any) -> bool:
         """Does it keep a layer in float32, of a class that it is about?"""

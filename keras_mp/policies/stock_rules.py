@@ -15,7 +15,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import first_input, has_activation, input_shape
-from keras_mp.policies.rule import Rule, RuleTable
+from keras_mp.policies.rule import Rule, RuleTable, never
 
 layers = keras.layers
 
@@ -77,10 +77,6 @@ def _is_non_max_suppression(kind: type) -> bool:
     )
 
 
-def _never(layer: Any) -> bool:
-    return False
-
-
 _MEASURED = "sweeps/README.md"
 SOFTMAX = Rule(
     "softmax",
@@ -90,7 +86,7 @@ SOFTMAX = Rule(
 )
 OUTPUT = Rule(
     "output layer",
-    _never,  # Decided by `compile`, which knows the model's outputs.
+    never,  # Decided by `compile`, which knows the model's outputs.
     "what the loss sees is not rounded",
     "TensorFlow's mixed precision guide, 'Building the model'",
     of=(),
@@ -98,20 +94,20 @@ OUTPUT = Rule(
 OUTPUT_ALONE = dataclasses.replace(OUTPUT, alone=True)
 WRAPPED = Rule(
     "what it wraps",
-    _never,  # Decided where the policies of both are known.
+    never,  # Decided where the policies of both are known.
     "a wrapper computes in the precision of the layer that it wraps",
     "Keras: TimeDistributed calls the layer's `call` itself",
     of=(),
 )
 STORED = Rule(
     "its file",
-    _never,  # Decided where the file is read.
+    never,  # Decided where the file is read.
     "it was in float32 when its model was saved",
     "keras_mp/policies/saving.py",
 )
 MIXES_DTYPES = Rule(
     "mixes dtypes",
-    _never,  # Decided when its first call has failed.
+    never,  # Decided when its first call has failed.
     "its call in half precision fails for its dtypes",
     "keras_mp/policies/mixed_dtypes.py",
 )

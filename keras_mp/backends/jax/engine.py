@@ -1,4 +1,4 @@
-"""What keras_mp asks of JAX: its parts, the train step of `fit`."""
+"""What keras_mp asks of JAX: its parts, and the train step of `fit`."""
 
 import contextlib
 import functools

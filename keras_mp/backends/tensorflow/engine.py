@@ -1,4 +1,4 @@
-"""What keras_mp asks of TensorFlow: its parts, `fit`'s train step."""
+"""What keras_mp asks of TensorFlow: its parts, and the train step of `fit`."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What keras_mp asks of torch: its parts, the train step of `fit`."""
+"""What keras_mp asks of torch: its parts, and the train step of `fit`."""
 
 import collections
 from collections.abc import Callable, Iterable
