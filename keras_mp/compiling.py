@@ -4,7 +4,9 @@ A model may be compiled before half precision is asked for, or by the very call 
 asks: `model.compile(keras_mp.LossScaleOptimizer("adam"))`.
 """
 
+import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -50,3 +52,23 @@ def make_up(model: Any) -> None:
         scaler = keras.optimizers.LossScaleOptimizer
         is_mixed = model.dtype_policy.name == "mixed_float16"
         note(model, scales=isinstance(model.optimizer, scaler) or not is_mixed)
+
+
+def wrap_compile(original: Callable) -> Callable:
+    """Wraps `compile`."""
+    signature = inspect.signature(original)
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            call = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            return original(self, *args, **kwargs)  # Keras raises its own error.
+        call.apply_defaults()
+        automatic = call.arguments["auto_scale_loss"]
+        # Keras decides by the policy's name whether to wrap; we by the layers.
+        call.arguments["auto_scale_loss"] = False
+        result = original(*call.args, **call.kwargs)
+        note(self, automatic)
+        return result
+
+    return compile

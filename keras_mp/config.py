@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -170,3 +170,27 @@ def policy_scope(policy: str | keras.DTypePolicy) -> Iterator[keras.DTypePolicy]
         # Not the last one if a generator was suspended within its own scope.
         _scopes.set(tuple(other for other in _scopes.get() if other is not scope))
         show_scope()
+
+
+def wrap_dtype_policy(original: Callable) -> Callable:
+    """Wraps Keras' getter of the global policy, under each of its names."""
+
+    def dtype_policy() -> Any:
+        restore_global_policy()
+        policy = original()
+        return chooser_of(policy) or policy
+
+    return dtype_policy
+
+
+def wrap_set_dtype_policy(original: Callable) -> Callable:
+    """Wraps Keras' setter."""
+
+    def set_dtype_policy(policy: Any) -> None:
+        show_scope()
+        if private.is_default_being_set() and restore_global_policy():
+            return
+        original(policy)
+        note_global_policy()
+
+    return set_dtype_policy

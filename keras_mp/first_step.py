@@ -16,8 +16,17 @@ from keras_mp.policies.own_calls import state_of
 from keras_mp.replaced import replaced
 
 
-def make_function(model: Any, name: str, original: Callable, force: bool) -> None:
-    """Makes the test or predict function by Keras' `original`, with what is ours."""
+def wrap_make_function(original: Callable) -> Callable:
+    """Wraps the method that makes a test or a predict function."""
+    name = original.__name__.removeprefix("make_")
+
+    def make(self: Any, force: bool = False) -> Any:
+        _make_function(self, name, original, force)
+
+    return make
+
+
+def _make_function(model: Any, name: str, original: Callable, force: bool) -> None:
     before = getattr(model, name)
     step_name = name.replace("function", "step")
     # Its own object: JAX would take what was traced of an equal one.

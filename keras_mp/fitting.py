@@ -25,8 +25,16 @@ from keras_mp.still_kernels import KernelWatch
 _OURS = "_keras_mp"
 
 
-def make_train_function(model: Any, original: Callable, force: bool) -> None:
+def wrap_make_train_function(original: Callable) -> Callable:
     """Makes the train function by Keras' `original`, with what is ours around it."""
+
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        _make_train_function(self, original, force)
+
+    return make_train_function
+
+
+def _make_train_function(model: Any, original: Callable, force: bool) -> None:
     compiling.make_up(model)
     # Layers that a subclassed model builds at its first call are known only now.
     wrap_optimizers(model)
@@ -123,7 +131,18 @@ def _watch_skips(model: Any) -> None:
     setattr(model.train_function, _OURS, True)
 
 
-def measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
+def wrap_get_metrics_result(original: Callable) -> Callable:
+    """Wraps the results of the metrics."""
+
+    def get_metrics_result(self: Any) -> Any:
+        results = original(self)
+        in_a_step = engine.is_tracing() or stage.in_train_step()
+        return results if in_a_step else _measured(self, results)
+
+    return get_metrics_result
+
+
+def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
     """The results of the metrics; none if all steps since their reset were skipped.
 
     They would be 0, the best loss that a ModelCheckpoint ever sees. Without results

@@ -19,7 +19,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.interface import Wrapper
 from keras_mp.config import give_back_global_policy
 from keras_mp.messages import warn
-from keras_mp.policies import heads, inputs
+from keras_mp.policies import heads, inputs, saving
 from keras_mp.repairs import table as repairs
 from keras_mp.repairs.guard import guarded
 from keras_mp.repairs.table import EACH, HALF, HEADS, Row, rows_of
@@ -63,7 +63,7 @@ def install(kernels: bool = True) -> None:
         try:
             for place in places:
                 _put(*place)
-            seams.wrap_own_get_configs()
+            saving.wrap_own_get_configs()
             wanted.done, wanted.kernels = True, kernels
         except BaseException:
             with interrupts.held():
@@ -112,7 +112,7 @@ def _put(owner: Any, name: str, wrap: Wrapper) -> None:
 
 def _take_out() -> None:
     wanted.done = False
-    seams.unwrap_own_get_configs()
+    saving.unwrap_own_get_configs()
     for owner, name in list(_installed):
         marks = vars(vars(owner)[name])
         # Another library's wrapper round ours has our marks, copied by functools. If
@@ -137,7 +137,7 @@ def _places(kernels: bool) -> Iterator[Place]:
         yield Place(seams.home_of(f"Model.{name}"), name, wrap)
     yield from _operations(kernels)
     if not isinstance(private.tracebacks, private.Missing):
-        yield Place(private.tracebacks, private.INCLUDE_FRAME, seams.include_frame)
+        yield Place(private.tracebacks, private.INCLUDE_FRAME, seams.wrap_include_frame)
 
 
 # Functions of the core that repairs and kernels wrap, beside those of Keras.

@@ -1,9 +1,10 @@
 """`fully_shard`: a model whose weights are spread over several processes, on torch."""
 
 import collections
+import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -147,3 +148,26 @@ def _within(optimizer: Any) -> Iterator[Any]:
     for part in (*([inner] if inner else []), *getattr(optimizer, "optimizers", ())):
         yield part
         yield from _within(part)
+
+
+def wrap_save(original: Callable) -> Callable:
+    """Wraps `save` and `save_weights`."""
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        write = functools.partial(original, self, *args, **kwargs)
+        return engine.write_file(self, write)
+
+    return save
+
+
+def wrap_add_slot(original: Callable) -> Callable:
+    """Wraps what creates an optimizer's variables."""
+
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        slot = original(self, reference_variable, *args, **kwargs)
+        engine.shard_like(reference_variable, slot)
+        return slot
+
+    return add_variable_from_reference

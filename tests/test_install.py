@@ -15,6 +15,7 @@ import keras_mp.keras_private as private
 from keras_mp import installing, seams, wanted
 from keras_mp.kernels import table
 from keras_mp.kernels.table import KERNELS
+from keras_mp.policies import saving
 from keras_mp.repairs import table as repairs
 from keras_mp.repairs.table import REPAIRS, names_in, rows_of
 
@@ -303,7 +304,7 @@ def test_a_step_goes_without_a_kernel_of_torch(name, monkeypatch, mixed_float16)
 @pytest.mark.parametrize("moment", ["_put", "wrap_own_get_configs"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_exception_in_the_middle_leaves_nothing_in(moment, error, monkeypatch):
-    place = seams if moment == "wrap_own_get_configs" else installing
+    place = saving if moment == "wrap_own_get_configs" else installing
     put, calls = getattr(place, moment), []
 
     def fails(*args):

@@ -40,7 +40,7 @@ ROOMS = [
     ["rounding"],
     ["loss_scaling"],
     ["first_step", "sharding", "still_kernels"],
-    ["compiling"],
+    ["calling", "compiling"],
     ["fitting", "unseen"],
     ["conversion", "seams"],
     ["kernels"],

@@ -97,7 +97,7 @@ def test_a_layer_call_costs_one_python_call_more(name):
     call()
     added = len(with_seams) - len(calls_of(call))
     of_dense = 2 if BACKEND == "torch" else 4
-    assert with_seams.count("_layer_call.<locals>.__call__") == number
+    assert with_seams.count("wrap_call.<locals>.__call__") == number
     # The product goes through one function, and so does the sum with the bias; to ask
     # for a dtype is a call but on torch. And what a model returns is looked at, which
     # takes Keras and NumPy a few.

@@ -13,6 +13,7 @@ Our counters have names. So what an optimizer needs is at the end of the numbers
 run resumes under a policy that needs another wrapper, or none.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,16 @@ ENTRIES = "entries"
 _SCALARS_BEFORE = (0, 1, 4, 5)
 
 
-def load(optimizer: Any, store: Any, load_by_number: Callable[[Any], None]) -> None:
+def wrap_load(original: Callable) -> Callable:
+    """Wraps how an optimizer is read from a file."""
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        _load(self, store, functools.partial(original, self))
+
+    return load_own_variables
+
+
+def _load(optimizer: Any, store: Any, load_by_number: Callable[[Any], None]) -> None:
     """Loads an optimizer by Keras' method, from a file of any wrapper."""
     keys, count = set(store.keys()), len(optimizer.variables)
     if keys == _first(count):

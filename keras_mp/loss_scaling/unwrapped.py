@@ -8,14 +8,18 @@ and nothing learns.
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras_mp.keras_private as private
+from keras_mp import wanted
+from keras_mp.backends import engine
+from keras_mp.loss_scaling import stage
 from keras_mp.loss_scaling.nonfinite import named
 from keras_mp.messages import warn
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import records
+from keras_mp.rounding import lost
 from keras_mp.rounding.optimizer import parts_of
 
 # Optimizer -> how many layers were known at the last look at it; None: leave it alone.
@@ -86,3 +90,32 @@ def postponed() -> Iterator[None]:
         waiting, _thread.waiting = _thread.waiting, before
     for optimizer, variables in waiting:
         look(optimizer, variables)
+
+
+def wrap_apply(original: Callable) -> Callable:
+    """Wraps the update of all optimizers."""
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)  # Read more than once.
+        # Within a scaler there is nothing to look for from the second step on.
+        is_known = stage.in_scaled_update() and self in lost.seen
+        if is_known and not wanted.shards:
+            return original(self, grads, trainable_variables)
+        look(self, trainable_variables)
+        lost.look(self, trainable_variables)
+        updated = trainable_variables or private.own_trainable(self)
+        with stage.update_by(self), engine.among_shards(updated):
+            return original(self, grads, trainable_variables)
+
+    return apply
+
+
+def wrap_scale_loss(original: Callable) -> Callable:
+    """Wraps how Keras' own scaler scales."""
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        leave_alone(self.inner_optimizer)
+        return original(self, loss)
+
+    return scale_loss

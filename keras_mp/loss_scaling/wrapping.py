@@ -139,3 +139,12 @@ def _scales(optimizer: Any) -> bool:
 
 def _set_optimizer(model: Any, name: str, optimizer: Any) -> None:
     private.untracked(setattr)(model, name, optimizer)
+
+
+def wrap_add_loss(original: Callable) -> Callable:
+    """Wraps the method by which layers add losses."""
+
+    def add_loss(self: Any, loss: Any) -> Any:
+        return original(self, losses_in_float32(loss))
+
+    return add_loss

@@ -6,13 +6,26 @@ half as large, its weights are stored in float16 by the converter's options.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from keras_mp.policies.temporary import half_in_float32, temporary_policies
 
 
-def policies_for(model: Any, format: str) -> contextlib.AbstractContextManager[None]:
-    """The policies under which a model is traced for a file of this format."""
-    if format == "litert":
-        return temporary_policies(model, half_in_float32)
-    return contextlib.nullcontext()
+def wrap_export(original: Callable) -> Callable:
+    """Wraps `export`: a file's format says under which policies a model is traced."""
+
+    def export(
+        self: Any,
+        filepath: Any,
+        format: str = "tf_saved_model",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        changed: Any = contextlib.nullcontext()
+        if format == "litert":
+            changed = temporary_policies(self, half_in_float32)
+        with changed:
+            return original(self, filepath, format, *args, **kwargs)
+
+    return export

@@ -15,6 +15,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.backends.leaves import leaves
+from keras_mp.messages import warnings_at_the_user
 from keras_mp.policies.choosing import decision_for, output_rule
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, Decision
@@ -158,3 +159,24 @@ def note_readers(layers: list[Any], scaled: bool, metrics: Any) -> None:
         if is_head(layer):
             record = records[id(layer)]
             record.loss_is_scaled, record.metrics_read = scaled, read
+
+
+def wrap_get_compile_config(original: Callable) -> Callable:
+    """Wraps what a file says of `compile`."""
+
+    def get_compile_config(self: Any) -> Any:
+        return with_heads(self, original(self))
+
+    return get_compile_config
+
+
+def wrap_compile_from_config(original: Callable) -> Callable:
+    """Wraps `compile` by what a file says."""
+
+    def compile_from_config(self: Any, config: Any) -> Any:
+        optimizer = config.get("optimizer")
+        find_heads(self, optimizer if isinstance(optimizer, dict) else {})
+        with warnings_at_the_user():  # That a `compile` of the user's is not called.
+            return original(self, config)
+
+    return compile_from_config

@@ -107,7 +107,7 @@ def in_float32(x: Any) -> Any:
     return private.cast_output(x) if wide is None else wide
 
 
-def run_through_graph(original: Callable) -> Callable:
+def wrap_run(original: Callable) -> Callable:
     """Wraps the run of a graph, within the outermost call of a model."""
 
     def _run_through_graph(

@@ -129,6 +129,7 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     record = record_of(layer)
     record.keras_path = keras_path(layer)
     record.runs_users_code = bool(users_code(layer))
+    record.untried = True
     first = _symbolic(args[0]) if args else None
     if isinstance(first, keras.KerasTensor):
         record.first_input = first

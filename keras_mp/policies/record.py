@@ -47,7 +47,8 @@ class Record:
         first_input: what it was first called with, symbolic: shape and dtype.
         called_with: for a layer that runs code of the user's, its first arguments.
         runs_users_code: whether it has code of the user's: see `layers.users_code`.
-        untried: whether it has code of the user's that has not run on values yet.
+        untried: whether its first call is under way, or it has code of the user's that
+            has not run on values yet.
         returned: for such a model, what it returned, each tensor replaced by a weak
             reference to the layer that made it, or None.
         makers: for a model, what makes the outputs that it may hand out, or None while

@@ -126,3 +126,61 @@ def _unpickled(function: Callable, arguments: tuple, decisions: dict[int, Any]) 
         decision = Decision(policy_of(within[number]), rule, head=head)
         record_of(within[number]).decision = decision
     return layer
+
+
+def wrap_get_config(original: Callable) -> Callable:
+    """Wraps the config of a layer."""
+
+    def get_config(self: Any) -> Any:
+        config = original(self)
+        stock = policy_in_files(self)
+        if stock is not None:
+            config["dtype"] = keras.dtype_policies.serialize(stock)
+        return config
+
+    return get_config
+
+
+def wrap_reduce(original: Callable) -> Callable:
+    """Wraps what is pickled and copied."""
+
+    # Keras' optimizers and metrics inherit it from the same class.
+    def __reduce__(self: Any) -> Any:
+        pickled = original(self)
+        is_layer = isinstance(self, keras.layers.Layer)
+        return with_decisions(self, pickled) if is_layer else pickled
+
+    return __reduce__
+
+
+# The models' classes seen so far with a `get_config` of their own -> that `get_config`.
+_own_get_configs: dict[Any, Callable] = {}
+
+
+def wrap_own_get_configs() -> None:
+    """Wraps the `get_config` of classes that exist: models may have been created."""
+    for model_class in _subclasses(private.Functional):
+        wrap_own_get_config(model_class)
+
+
+def unwrap_own_get_configs() -> None:
+    """Gives each class its own `get_config` back."""
+    while _own_get_configs:
+        owner, get_config = _own_get_configs.popitem()
+        owner.get_config = get_config
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    each: type
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def wrap_own_get_config(layer_class: type) -> None:
+    """Wraps the `get_config` of a class of models, if it is not Keras'."""
+    owner = own_get_config(layer_class)
+    if owner is not None and owner not in _own_get_configs:
+        _own_get_configs[owner] = vars(owner)["get_config"]
+        wrapper = storing_a_map(_own_get_configs[owner])
+        setattr(owner, "get_config", wrapper)  # noqa: B010 (for the type check)
