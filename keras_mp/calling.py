@@ -29,7 +29,7 @@ from keras_mp.policies import (
     returned,
 )
 from keras_mp.policies.choosing import choose_policy
-from keras_mp.policies.layers import is_graph, note_call, note_result
+from keras_mp.policies.layers import is_graph, note_call, ran_on_values
 from keras_mp.policies.record import Record, record_of, records
 from keras_mp.sharding import warn_of_torchs_own
 
@@ -73,10 +73,12 @@ def _first(layer: Any, args: tuple, kwargs: dict[str, Any], original: Callable) 
     if outermost:
         hidden.note_makers(layer)
     record = record_of(layer)
+    if record.keeps_input_dtypes:
+        args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
     watching = returned.watching(layer) if outermost else contextlib.nullcontext()
     with _in_a_call(), watching:
         result = _run(layer, record, args, kwargs, original, outermost)
-    _note_result(layer, args, kwargs, original, result)
+    _note_result(layer, record, args, kwargs, original, result)
     if alone:  # Its call may have created layers.
         outputs.note_first_call(layer, args)
     record.chosen = layer.dtype_policy
@@ -94,10 +96,16 @@ def _later(
     layer: Any, record: Record, args: tuple, kwargs: dict[str, Any], original: Callable
 ) -> Any:
     outermost = isinstance(layer, keras.Model) and _is_outermost()
-    untried = record.untried
-    result = _run(layer, record, args, kwargs, original, outermost)
+    if record.keeps_input_dtypes:
+        args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
+    within = returned.watched or own_calls.under_way or hidden.within
+    untried, makers = record.untried, record.makers if outermost else None
+    if untried or record.mixes or makers or within:
+        result = _run(layer, record, args, kwargs, original, outermost)
+    else:
+        result = original(layer, *args, **kwargs)
     if untried:
-        _note_result(layer, args, kwargs, original, result)
+        _note_result(layer, record, args, kwargs, original, result)
     return outputs.in_float32(layer, result) if outermost else result
 
 
@@ -110,18 +118,12 @@ def _run(
     outermost: bool,
 ) -> Any:
     """Calls a layer as its record says, and as the calls around it want it."""
-    if record.keeps_input_dtypes:
-        args, kwargs = inputs.tensors_in_their_dtypes((args, kwargs))
-    makers = record.makers if outermost else None
-    within = returned.watched or own_calls.under_way or hidden.within
-    if not (record.untried or record.mixes or makers or within):
-        return original(layer, *args, **kwargs)
     call = functools.partial(original, layer, *args, **kwargs)
     if record.decision and record.decision.head:
         call = functools.partial(heads.call, layer, (args, kwargs), call)
     if record.untried:
         call = functools.partial(mixed_dtypes.first_result, layer, call)
-    nothing = contextlib.nullcontext()
+    nothing, makers = contextlib.nullcontext(), record.makers if outermost else None
     tried_again = record.untried and isinstance(layer, keras.Model) or record.mixes
     enters = record.mixes or own_calls.under_way
     with (
@@ -137,6 +139,21 @@ def _run(
         if returned.watched:
             returned.note(layer, result, outermost)
     return result
+
+
+def _note_result(
+    layer: Any,
+    record: Record,
+    args: tuple,
+    kwargs: dict[str, Any],
+    original: Callable,
+    result: Any,
+) -> None:
+    record.untried = record.runs_users_code and not ran_on_values(result)
+    is_model = isinstance(layer, keras.Model)
+    if record.runs_users_code and not (record.untried or is_model):
+        again = functools.partial(original, layer, *args, **kwargs)
+        integer_casts.look(layer, (args, kwargs), again)
 
 
 def wrap_stateless_call(original: Callable) -> Callable:
@@ -161,14 +178,6 @@ def wrap_output_spec(original: Callable) -> Callable:
         return outputs.specs_in_float32(self, specs) if outermost else specs
 
     return compute_output_spec
-
-
-def _note_result(
-    layer: Any, args: tuple, kwargs: dict[str, Any], original: Callable, result: Any
-) -> None:
-    if note_result(layer, result) and not isinstance(layer, keras.Model):
-        again = functools.partial(original, layer, *args, **kwargs)
-        integer_casts.look(layer, (args, kwargs), again)
 
 
 # Which calls this thread is in.

@@ -38,7 +38,8 @@ def _make_train_function(model: Any, original: Callable, force: bool) -> None:
     compiling.make_up(model)
     # Layers that a subclassed model builds at its first call are known only now.
     wrap_optimizers(model)
-    warn_of_torchs_own(model)
+    if engine.shards:
+        warn_of_torchs_own(model)
     private.record_shardings(model)
     next_calls.pop(model, None)  # Left by a `fit` that an exception has ended.
     scaling = loss_scaling_of(model.optimizer)

@@ -28,7 +28,10 @@ class Shards:
         )
 
     shards = False
-    """Can torch shard weights, by its own `fully_shard` or by ours?"""
+    """May weights be sharded, by torch's own `fully_shard` or by ours?
+
+    Both need processes that know each other.
+    """
 
     def shards_in_vain(self, layer: Any) -> bool:
         """Was torch's own `fully_shard` called on a layer? Its variables stay whole."""

@@ -137,16 +137,10 @@ def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         record.called_with = keras.tree.map_structure(_symbolic, (args, kwargs))
 
 
-def note_result(layer: Any, result: Any) -> bool:
-    """Remembers whether a call has run, on values, what it has of the user's."""
-    record = record_of(layer)
-    if not record.runs_users_code:
-        record.untried = False
-        return False
+def ran_on_values(result: Any) -> bool:
+    """Was a call that has returned this on values, not on symbols or in a trace?"""
     symbolic = isinstance(next(leaves(result), None), keras.KerasTensor)
-    on_values = not (symbolic or engine.only_shapes() or engine.is_tracing())
-    record.untried = not on_values
-    return on_values
+    return not (symbolic or engine.only_shapes() or engine.is_tracing())
 
 
 def called_with(layer: Any) -> tuple[tuple, dict[str, Any]] | None:

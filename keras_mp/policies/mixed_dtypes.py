@@ -25,7 +25,7 @@ from keras_mp.policies.choosing import (
 )
 from keras_mp.policies.layers import policy_of, users_code
 from keras_mp.policies.paths import layer_path
-from keras_mp.policies.record import Precision
+from keras_mp.policies.record import Precision, records
 from keras_mp.policies.stock_rules import MIXES_DTYPES
 
 # TensorFlow calls them DT_HALF and DT_BFLOAT16.
@@ -49,6 +49,9 @@ def first_result(layer: Any, call: Callable[[], Any]) -> Any:
     If that fails as well, the layer gets its policy back. A model and a layer with
     state are not called twice: their error gets a note with the remedy.
     """
+    if not records[id(layer)].runs_users_code:
+        with first_call(layer):
+            return call()
     with _telling() as kept:
         inside = len(kept)
         try:

@@ -41,14 +41,15 @@ def name_layers(whole: Any, within_another: bool = False) -> None:
         within_another: whether it is about to become part of a model, so that its own
             name belongs to the paths.
     """
-    if record_of(whole).inside:
+    record = record_of(whole)
+    if record.inside:
         return
     is_outermost = isinstance(whole, keras.Model) and not within_another
-    _name(whole, whole.name, "" if is_outermost else f"{whole.name}/", {id(whole)})
+    record.path = whole.name
+    _name_parts(whole, "" if is_outermost else f"{whole.name}/", {id(whole)})
 
 
-def _name(layer: Any, path: str, before: str, seen: set[int]) -> None:
-    record_of(layer).path = path
+def _name_parts(layer: Any, before: str, seen: set[int]) -> None:
     for variable in private.own_variables(layer):
         key, own = id(variable), before + variable.name
         if _variables.get(key, (None, None))[1] != own:
@@ -57,9 +58,9 @@ def _name(layer: Any, path: str, before: str, seen: set[int]) -> None:
     for child in private.layers_in(layer, itself=False, nested=False):
         if id(child) not in seen and not isinstance(child, keras.layers.InputLayer):
             seen.add(id(child))
-            record_of(child).inside = True
-            own = before + child.name
-            _name(child, own, f"{own}/", seen)
+            record = record_of(child)
+            record.inside, record.path = True, before + child.name
+            _name_parts(child, f"{record.path}/", seen)
 
 
 def _forget(key: int, reference: Any) -> None:

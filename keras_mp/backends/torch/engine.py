@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import torch
 from keras import ops
+from torch import distributed
 
 import keras_mp.keras_private as private
 from keras_mp import interrupts
@@ -24,11 +25,14 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
 
     half_dtypes = frozenset((*HALF, torch.float16, torch.bfloat16))
     fully_shard = staticmethod(sharding.fully_shard)
-    shards = True
     shards_in_vain = staticmethod(sharding.shards_in_vain)
     shard_like = staticmethod(sharding.shard_like)
     among_shards = staticmethod(sharding.among_shards)
     write_file = staticmethod(sharding.write_file)
+
+    @property
+    def shards(self) -> bool:  # type: ignore[override]
+        return distributed.is_available() and distributed.is_initialized()
 
     def of_shards(self) -> dict[str, Wrapper]:
         return {
