@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from keras_mp.tools.display.plots.figures import Picture, draw_losses, our_style
+from keras_mp.tools.display.plots.figures import (
+    Picture,
+    draw_losses,
+    name_policies,
+    our_style,
+)
 
 # Okabe and Ito's colours; lines and markers differ too, for readers without colours.
 _COLOURS = ("#56B4E9", "#D55E00", "#000000", "#009E73", "#CC79A7", "#E69F00")
 _COSTS = ("#009E73", "#CC79A7")
 _MARKERS = "osD^vP"
 _LINES = [
-    {"color": colour, "linestyle": line, "marker": marker, "alpha": 0.8}
-    for colour, line, marker in zip(
-        _COLOURS, ("-", "--", ":", "-.", "-", "--"), _MARKERS, strict=True
-    )
+    {"color": colour, "linestyle": line, "alpha": 0.8}
+    for colour, line in zip(_COLOURS, ("-", "--", ":", "-.", "-", "--"), strict=True)
 ]
 
 # The median over the seeds, the lowest and the highest; None if not measured.
@@ -50,6 +53,8 @@ def plot_comparison(
     draw_losses(left, losses, _LINES, "mean of the epoch", "the loss's unit")
     _draw_finals(middle, metric, finals, spread)
     _draw_ratios(right, base, ratios)
+    for axes in (middle, right):
+        axes.grid(axis="y", alpha=0.3)
     caption = (
         "Training loss: one line for each training, or, with one epoch, a bar for each "
         "policy; lines of a seed should coincide, and a cross is where one diverged. "
@@ -87,7 +92,7 @@ def _draw_finals(
         )
     for number, mean in means.items():
         axes.hlines(mean, number - 0.2, number + 0.2, color="#000000")
-    _name(axes, list(finals))
+    name_policies(axes, [*finals])
     axes.set_title(f"{metric}, at the end")
     axes.set_ylabel(f"{metric} of the validation data (its own unit)")
 
@@ -112,16 +117,9 @@ def _draw_ratios(
             capsize=3,
         )
     axes.axhline(1, color="#000000", linewidth=1, linestyle="--", label=base)
-    _name(axes, list(next(iter(ratios.values()))))
+    name_policies(axes, [*next(iter(ratios.values()))])
     axes.set_title("Speed and memory")
     axes.set_ylabel(f"times that of {base} (no unit)")
     # Room for the legend above the bars and their thin lines.
     axes.set_ylim(0, axes.get_ylim()[1] * 1.3)
     axes.legend(loc="upper left")
-
-
-def _name(axes: Axes, policies: Sequence[str]) -> None:
-    axes.set_xlabel("policy")
-    axes.set_xticks(range(len(policies)), policies, rotation=15)
-    axes.set_xlim(-0.5, len(policies) - 0.5)
-    axes.grid(axis="y", alpha=0.3)

@@ -1,12 +1,11 @@
 """What all figures share: their style, and how they are saved and shown."""
 
-import functools
 import io
 import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context, rcParams, style
@@ -22,19 +21,9 @@ from keras_mp.tools.display import file
 _STYLE: list[Any] = ["default", {"legend.framealpha": 0.0}]
 _BLACK, _PAGES = "#000000", "currentColor"
 
-
-def our_style(plot: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Makes a function draw the same under any style that the user has set.
-
-    Captions name colours, and sizes are chosen to fit.
-    """
-
-    @functools.wraps(plot)
-    def drawn(*args: Any, **kwargs: Any) -> Figure:
-        with style.context(_STYLE):
-            return plot(*args, **kwargs)
-
-    return drawn
+# Decorates a function, which then draws the same under any style that the user has set:
+# captions name colours, and sizes are chosen to fit.
+our_style = style.context(_STYLE)
 
 
 class Picture(Figure):
@@ -85,7 +74,7 @@ def draw_losses(
     else:
         log = False
         _draw_bars(axes, losses, styles)
-        axes.set_xlabel("policy")
+        name_policies(axes, [*losses])
     axes.set_title("Training loss under each policy")
     axes.set_ylabel(f"{what} ({unit}{', log scale' if log else ''})")
     axes.grid(alpha=0.3)
@@ -98,14 +87,14 @@ def _draw_lines(
 ) -> None:
     diverged = []
     for number, (policy, trainings) in enumerate(losses.items()):
-        style = {**styles[number % len(styles)], "marker": ""}
+        style = styles[number % len(styles)]
         for seed, loss in enumerate(trainings):
             label = "" if seed else policy
             axes.plot(range(1, len(loss) + 1), loss, label=label, **style)
-            bad = [i for i, x in enumerate(loss) if not math.isfinite(x)]
-            if bad:
-                last = loss[bad[0] - 1] if bad[0] else math.nan
-                diverged.append((bad[0] + 1, last, style["color"]))
+            ended = next((i for i, x in enumerate(loss) if not math.isfinite(x)), None)
+            if ended is not None:
+                last = loss[ended - 1] if ended else math.nan
+                diverged.append((ended + 1, last, style["color"]))
     # Beside the last loss that was finite; without any, at the top.
     top = max((y for _, y, _ in diverged if math.isfinite(y)), default=1.0)
     for epoch, y, colour in diverged:
@@ -130,8 +119,13 @@ def _draw_bars(
         if lost:
             text = f"{lost} not finite" if values else "not finite"
             axes.annotate(text, (number, 0), ha="center", va="bottom")
-    axes.set_xticks(range(len(losses)), [*losses], rotation=15)
-    axes.set_xlim(-0.5, len(losses) - 0.5)
+
+
+def name_policies(axes: Axes, policies: Sequence[str]) -> None:
+    """Writes the policies below an axis on which they are numbered from 0."""
+    axes.set_xlabel("policy")
+    axes.set_xticks(range(len(policies)), policies, rotation=15)
+    axes.set_xlim(-0.5, len(policies) - 0.5)
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
