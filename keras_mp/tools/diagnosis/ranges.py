@@ -140,19 +140,11 @@ def range_of(array: Any) -> Range:
 def joined(ranges: Iterable[Range]) -> Range:
     """The range of all elements of several tensors together."""
     every = [range_of(np.zeros(0, "float32")), *ranges]
-
-    def total(name: str) -> Any:
-        return sum(getattr(range, name) for range in every)
-
+    added = ("size", "zeros", "nans", "infinities", "counts", "sums")
     return Range(
-        size=total("size"),
-        zeros=total("zeros"),
-        nans=total("nans"),
-        infinities=total("infinities"),
+        **{name: sum(getattr(range, name) for range in every) for name in added},
         smallest=min((r.smallest for r in every if r.smallest), default=0.0),
         largest=max(r.largest for r in every),
-        counts=total("counts"),
-        sums=total("sums"),
     )
 
 

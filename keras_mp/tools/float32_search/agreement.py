@@ -27,11 +27,7 @@ _ROUNDINGS = 3
 # by a bias before a normalization is nothing but rounding errors, in any dtype.
 _UNDETERMINED = 0.5
 # The unit roundoff: the largest relative change when a number is rounded.
-_ROUNDOFF = {
-    "mixed_float16": 2.0**-11,
-    "mixed_bfloat16": 2.0**-8,
-    "bfloat16": 2.0**-8,
-}
+_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class Quantity(NamedTuple):
@@ -111,9 +107,10 @@ def agreement(
                 f"whose {quantity.name} is not. keras_mp.diagnose says where that "
                 "begins."
             )
-    change = np.full(len(expected), _ROUNDOFF[policy])
+    roundoff = _ROUNDOFF[policy.removeprefix("mixed_")]
+    change = np.full(len(expected), roundoff)
     for number in range(_ROUNDINGS):
-        rounding = _Rounding(_ROUNDOFF[policy], half, number)
+        rounding = _Rounding(roundoff, half, number)
         with rounding.of_weights(model), results_through(rounding.of_result):
             found = {quantity.name: quantity for quantity in compute()}
         moved = [

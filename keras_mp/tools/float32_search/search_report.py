@@ -5,20 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from keras_mp.policies.policy import (
-    BFloat16,
-    ChoosingPolicy,
-    MixedBFloat16,
-    MixedFloat16,
-)
+from keras_mp.policies.policy import ChoosingPolicy, Policy
 from keras_mp.tables import Table
 from keras_mp.tools.float32_search.agreement import ANY, Error
-
-_POLICIES = {
-    "mixed_float16": MixedFloat16,
-    "mixed_bfloat16": MixedBFloat16,
-    "bfloat16": BFloat16,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +61,8 @@ class Float32Layers:
     @property
     def float32_policy(self) -> ChoosingPolicy:
         """The policy that keeps them in float32."""
-        return _POLICIES[self.policy](float32=[re.escape(p) for p in self.paths])
+        kind: Any = type(Policy(self.policy))
+        return kind(float32=[re.escape(p) for p in self.paths])
 
     @property
     def sentences(self) -> list[str]:
