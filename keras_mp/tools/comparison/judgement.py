@@ -82,8 +82,9 @@ def difference(
 def _half_width(differences: Sequence[float]) -> float:
     with needed("A verdict", "scipy"):
         from scipy import stats
+    # `ttest_rel` warns of differences that are all the same, which is no fault here.
     t = stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)
-    return float(t * statistics.stdev(differences) / math.sqrt(len(differences)))
+    return float(t * stats.sem(differences))
 
 
 def spread_of(numbers: Sequence[float]) -> float | None:
