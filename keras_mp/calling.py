@@ -32,6 +32,7 @@ from keras_mp.policies.choosing import choose_policy
 from keras_mp.policies.layers import is_graph, note_call, ran_on_values
 from keras_mp.policies.record import Record, record_of, records
 from keras_mp.sharding import warn_of_torchs_own
+from keras_mp.types import Layer
 
 
 def wrap_call(original: Callable) -> Callable:
@@ -61,7 +62,9 @@ def wrap_call(original: Callable) -> Callable:
     return __call__
 
 
-def _first(layer: Any, args: tuple, kwargs: dict[str, Any], original: Callable) -> Any:
+def _first(
+    layer: Layer, args: tuple, kwargs: dict[str, Any], original: Callable
+) -> Any:
     alone, is_model = _is_outermost(), isinstance(layer, keras.Model)
     outermost = is_model and alone
     note_call(layer, args, kwargs)
@@ -93,7 +96,11 @@ def _first(layer: Any, args: tuple, kwargs: dict[str, Any], original: Callable) 
 
 
 def _later(
-    layer: Any, record: Record, args: tuple, kwargs: dict[str, Any], original: Callable
+    layer: Layer,
+    record: Record,
+    args: tuple,
+    kwargs: dict[str, Any],
+    original: Callable,
 ) -> Any:
     outermost = isinstance(layer, keras.Model) and _is_outermost()
     if record.keeps_input_dtypes:
@@ -110,7 +117,7 @@ def _later(
 
 
 def _run(
-    layer: Any,
+    layer: Layer,
     record: Record,
     args: tuple,
     kwargs: dict[str, Any],
@@ -142,7 +149,7 @@ def _run(
 
 
 def _note_result(
-    layer: Any,
+    layer: Layer,
     record: Record,
     args: tuple,
     kwargs: dict[str, Any],

@@ -17,12 +17,13 @@ from keras_mp.loss_scaling.wrapping import wrap_optimizers
 from keras_mp.policies import heads, outputs
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
+from keras_mp.types import Model
 
 # What the calls of `compile` that somebody has taken notice of have left for files.
 _noted: weakref.WeakSet = weakref.WeakSet()
 
 
-def note(model: Any, scales: bool) -> None:
+def note(model: Model, scales: bool) -> None:
     """Takes notice of a model that was just compiled.
 
     Args:
@@ -42,7 +43,7 @@ def note(model: Any, scales: bool) -> None:
         warn_of_torchs_own(model)
 
 
-def make_up(model: Any) -> None:
+def make_up(model: Model) -> None:
     """Takes notice of a model that is compiled, if nobody has.
 
     If its policy is mixed_float16 and nothing scales its loss, that was asked for by

@@ -16,6 +16,7 @@ from keras_mp.policies.paths import layer_path, variable_path
 from keras_mp.policies.policy import Policy
 from keras_mp.policies.reach import warn_of_unmatched
 from keras_mp.policies.record import Precision, record_of
+from keras_mp.types import Layer, Model
 
 
 def convert(
@@ -98,7 +99,7 @@ def convert(
     return model
 
 
-def _is_under(policy: Any, model: Any) -> bool:
+def _is_under(policy: Any, model: Model) -> bool:
     """Was the model built under this policy, whose weights are bfloat16?"""
     if policy.variable_dtype != BFLOAT16:
         return False
@@ -106,7 +107,7 @@ def _is_under(policy: Any, model: Any) -> bool:
     return bool(layers) and all(chooser_for(layer) == policy for layer in layers)
 
 
-def _converts(layer: Any) -> bool:
+def _converts(layer: Layer) -> bool:
     policy = policy_of(layer)
     return (
         policy.quantization_mode is None
@@ -115,7 +116,7 @@ def _converts(layer: Any) -> bool:
     )
 
 
-def _can_be_called(layer: Any) -> bool:
+def _can_be_called(layer: Layer) -> bool:
     """Can a model without a graph be called on symbolic tensors? Not all can."""
     if is_graph(layer) or not isinstance(layer, keras.Model):
         return False
@@ -126,14 +127,14 @@ def _can_be_called(layer: Any) -> bool:
     return True
 
 
-def _policy_at(policy: Any, layer: Any) -> Any:
+def _policy_at(policy: Any, layer: Layer) -> Any:
     """The policy for a layer; in a map, the entry for its path."""
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         return policy[keras_path(layer)]
     return policy
 
 
-def _refuse_other_variables(layer: Any, policy: Any) -> None:
+def _refuse_other_variables(layer: Layer, policy: Any) -> None:
     for variable in private.own_variables(layer):
         is_half = private.stored_dtype(variable) == BFLOAT16 and chooser_for(layer)
         own = BFLOAT16 if is_half else layer.variable_dtype
@@ -147,7 +148,7 @@ def _refuse_other_variables(layer: Any, policy: Any) -> None:
             )
 
 
-def _choose(model: Any, layers: list[Any], policy: Any) -> None:
+def _choose(model: Model, layers: list[Layer], policy: Any) -> None:
     for layer in layers:
         private.set_policy(layer, policy_of(layer))  # Replaces a map that others share.
         layer.dtype_policy = _policy_at(policy, layer)
@@ -160,7 +161,7 @@ def _choose(model: Any, layers: list[Any], policy: Any) -> None:
     keep_outputs_in_float32(model)
 
 
-def _recast_constants(layers: list[Any]) -> None:
+def _recast_constants(layers: list[Layer]) -> None:
     # Normalization casts its mean and variance once, when it is built.
     for layer in layers:
         if isinstance(layer, keras.layers.Normalization) and layer.built:

@@ -14,6 +14,7 @@ from keras_mp.backends import engine
 from keras_mp.policies import missing_kernels
 from keras_mp.policies.own_calls import state_of
 from keras_mp.replaced import replaced
+from keras_mp.types import Model
 
 
 def wrap_make_function(original: Callable) -> Callable:
@@ -26,7 +27,7 @@ def wrap_make_function(original: Callable) -> Callable:
     return make
 
 
-def _make_function(model: Any, name: str, original: Callable, force: bool) -> None:
+def _make_function(model: Model, name: str, original: Callable, force: bool) -> None:
     before = getattr(model, name)
     step_name = name.replace("function", "step")
     # Its own object: JAX would take what was traced of an equal one.
@@ -50,7 +51,7 @@ def _make_function(model: Any, name: str, original: Callable, force: bool) -> No
     setattr(model, name, first)
 
 
-def take(model: Any, name: str, function: Callable, *args: Any) -> Any:
+def take(model: Model, name: str, function: Callable, *args: Any) -> Any:
     """Takes the step, once more if it fails for dtypes and that can be mended.
 
     Args:
@@ -89,7 +90,7 @@ def take(model: Any, name: str, function: Callable, *args: Any) -> Any:
     return engine.run_by_batch(lambda *args: current(*args), args, count, take_one)
 
 
-def _changed_by_a_step(model: Any) -> list[Any]:
+def _changed_by_a_step(model: Model) -> list[Any]:
     """The variables that a step writes before it updates weights."""
     weights = set(map(id, model.weights))
     seeds = [v for v in model.non_trainable_variables if id(v) not in weights]

@@ -20,6 +20,7 @@ from keras_mp.loss_scaling.wrapping import watched_for_underflow, wrap_optimizer
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 from keras_mp.still_kernels import KernelWatch
+from keras_mp.types import Model
 
 # The mark of a train function that was made with what is ours.
 _OURS = "_keras_mp"
@@ -34,7 +35,7 @@ def wrap_make_train_function(original: Callable) -> Callable:
     return make_train_function
 
 
-def _make_train_function(model: Any, original: Callable, force: bool) -> None:
+def _make_train_function(model: Model, original: Callable, force: bool) -> None:
     compiling.make_up(model)
     # Layers that a subclassed model builds at its first call are known only now.
     wrap_optimizers(model)
@@ -55,7 +56,7 @@ def _make_train_function(model: Any, original: Callable, force: bool) -> None:
         _watch_skips(model)
 
 
-def _train_step(model: Any, original: Callable) -> Callable:
+def _train_step(model: Model, original: Callable) -> Callable:
     # A `train_step` of the user's may call the model with anything.
     function = getattr(original, "__func__", None)
     keras_own = function is inspect.getattr_static(keras.Model, "train_step")
@@ -94,7 +95,7 @@ def _train_step(model: Any, original: Callable) -> Callable:
     return train_step
 
 
-def _watch_skips(model: Any) -> None:
+def _watch_skips(model: Model) -> None:
     """Makes `fit` warn of a run that only skips, stop it, or repeat a step.
 
     Looks only every few steps, because a look waits for the device, and before a step:
@@ -143,7 +144,7 @@ def wrap_get_metrics_result(original: Callable) -> Callable:
     return get_metrics_result
 
 
-def _measured(model: Any, results: dict[str, Any]) -> dict[str, Any]:
+def _measured(model: Model, results: dict[str, Any]) -> dict[str, Any]:
     """The results of the metrics; none if all steps since their reset were skipped.
 
     They would be 0, the best loss that a ModelCheckpoint ever sees. Without results

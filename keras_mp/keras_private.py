@@ -18,6 +18,8 @@ from typing import Any
 import keras
 from keras import layers, ops
 
+from keras_mp.types import Layer, Model, Optimizer, Tensor, Variable, Variables
+
 # The newest that `make test-versions` has tested. A newer Keras is welcome as long as
 # it has the names below.
 NEWEST_KERAS = "3.15"
@@ -288,7 +290,7 @@ DTYPE_POLICY = "_dtype_policy"
 CONVERT_INPUTS = "_convert_input_args"
 
 
-def layers_in(layer: Any, itself: bool = True, nested: bool = True) -> list[Any]:
+def layers_in(layer: Layer, itself: bool = True, nested: bool = True) -> list[Any]:
     """The layers that a layer is made of, parents before their children.
 
     `Model.layers` is public; a layer that is no model has nothing like it.
@@ -296,7 +298,7 @@ def layers_in(layer: Any, itself: bool = True, nested: bool = True) -> list[Any]
     return list(layer._flatten_layers(include_self=itself, recursive=nested))
 
 
-def own_trainable(layer: Any) -> list[Any]:
+def own_trainable(layer: Layer) -> list[Any]:
     """The weights of a layer, or of an optimizer, without those of its children.
 
     Frozen ones are among them, which the public properties leave out.
@@ -304,22 +306,22 @@ def own_trainable(layer: Any) -> list[Any]:
     return layer._trainable_variables
 
 
-def own_variables(layer: Any) -> list[Any]:
+def own_variables(layer: Layer) -> list[Any]:
     """All variables of a layer, without those of its children."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
-def build_again(layer: Any) -> None:
+def build_again(layer: Layer) -> None:
     """Builds a layer once more; the shape that it was built with has no public name."""
     type(layer).build(layer, layer._build_input_shape)
 
 
-def set_policy(layer: Any, policy: Any) -> None:
+def set_policy(layer: Layer, policy: Any) -> None:
     """Sets a layer's policy; the public setter keeps a map if the layer has one."""
     vars(layer)[DTYPE_POLICY] = policy
 
 
-def set_path(layer: Any, path: str) -> None:
+def set_path(layer: Layer, path: str) -> None:
     """Sets a layer's path, by which Keras looks it up in a map of policies."""
     vars(layer)["_path"] = path
 
@@ -341,12 +343,12 @@ def drop_internal_frames(error: BaseException) -> None:
         error.__traceback__ = tracebacks._process_traceback_frames(error.__traceback__)
 
 
-def clear_losses(model: Any) -> None:
+def clear_losses(model: Model) -> None:
     """Forgets the losses that the layers of a model added outside of `fit`."""
     model._clear_losses()
 
 
-def own_losses(layer: Any) -> list[Any]:
+def own_losses(layer: Layer) -> list[Any]:
     """What a layer, without those inside, has added in its last call outside of `fit`.
 
     Its public `losses` are those of all layers inside as well.
@@ -357,27 +359,27 @@ def own_losses(layer: Any) -> list[Any]:
 # Variables and tensors -------------------------------------------------------------
 
 
-def is_autocast(variable: Any) -> bool:
+def is_autocast(variable: Variable) -> bool:
     """Does a layer's call read the variable in the layer's compute dtype?"""
     return variable._autocast
 
 
-def raw_value(variable: Any) -> Any:
+def raw_value(variable: Variable) -> Any:
     """The tensor of a variable; `value` is half precision within a layer's call."""
     return variable._value
 
 
-def set_raw_value(variable: Any, value: Any) -> None:
+def set_raw_value(variable: Variable, value: Any) -> None:
     """Gives a variable another tensor; `assign` copies into the one that it has."""
     variable._value = value
 
 
-def stored_dtype(variable: Any) -> str:
+def stored_dtype(variable: Variable) -> str:
     """The dtype of a variable; `dtype` is half precision within a layer's call."""
     return variable._dtype
 
 
-def dtype_when_read(variable: Any) -> str:
+def dtype_when_read(variable: Variable) -> str:
     """The dtype of `value`; in a scope of None `dtype` is Keras' `floatx()` instead."""
     scope = _of_thread("autocast_scope")
     if scope is not None and scope.dtype is None:
@@ -385,7 +387,7 @@ def dtype_when_read(variable: Any) -> str:
     return variable.dtype
 
 
-def set_dtype(variable: Any, dtype: str, value: Any = None) -> None:
+def set_dtype(variable: Variable, dtype: str, value: Any = None) -> None:
     """Casts a variable, with its value unless it has none yet; or gives it this one."""
     if value is None and variable._value is not None:
         value = ops.cast(variable._value, dtype)
@@ -395,7 +397,7 @@ def set_dtype(variable: Any, dtype: str, value: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def as_dtype(variables: Iterable[Any], dtype: str) -> Iterator[None]:
+def as_dtype(variables: Iterable[Variable], dtype: str) -> Iterator[None]:
     """Makes variables report another dtype for a while.
 
     An optimizer computes, and creates slots, in the dtype that a variable names.
@@ -414,7 +416,7 @@ def as_dtype(variables: Iterable[Any], dtype: str) -> Iterator[None]:
 WRITE = "_direct_assign"
 
 
-def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
+def set_symbolic_dtype(tensor: Tensor, dtype: str) -> None:
     """Sets the dtype of a KerasTensor, which a conversion has made out of date."""
     tensor._dtype = dtype
 
@@ -422,7 +424,7 @@ def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
 # Graphs ----------------------------------------------------------------------------
 
 
-def graph_of(model: Any) -> Any:
+def graph_of(model: Model) -> Any:
     """The Functional model behind a Sequential one; None before it is built."""
     return model._functional
 
@@ -441,18 +443,18 @@ def calls_of(operation: Any) -> list[Any]:
     return operation._inbound_nodes
 
 
-def origin(tensor: Any) -> tuple[Any, int]:
+def origin(tensor: Tensor) -> tuple[Any, int]:
     """The operation that returned a KerasTensor, and in which of its calls."""
     history = tensor._keras_history
     return history.operation, history.node_index
 
 
-def set_sequential_layers(model: Any, layers: Sequence[Any]) -> None:
+def set_sequential_layers(model: Model, layers: Sequence[Layer]) -> None:
     """Sets the layers of a Sequential model; `add` only appends."""
     model._layers = list(layers)
 
 
-def sequential_layers(model: Any) -> list[Any]:
+def sequential_layers(model: Model) -> list[Any]:
     """The layers of a Sequential model with its Input, which `layers` leaves out."""
     return model._layers
 
@@ -460,12 +462,12 @@ def sequential_layers(model: Any) -> list[Any]:
 # Models ----------------------------------------------------------------------------
 
 
-def build_from_batch(model: Any, batch: Any) -> None:
+def build_from_batch(model: Model, batch: Any) -> None:
     """Builds a model, its metrics and its optimizer from one batch, as `fit` does."""
     model._symbolic_build(data_batch=batch)
 
 
-def record_shardings(model: Any) -> None:
+def record_shardings(model: Model) -> None:
     """Lets Keras 3.11 and older on JAX count the variables of a wrapped optimizer.
 
     `fit` records the sharding of each variable before `make_train_function`.
@@ -475,34 +477,34 @@ def record_shardings(model: Any) -> None:
         record()
 
 
-def last_compile(model: Any) -> Any:
+def last_compile(model: Model) -> Any:
     """What the last `compile` of a model has left for files, an object of its own."""
     return model._compile_config
 
 
-def compile_config(model: Any) -> dict[str, Any]:
+def compile_config(model: Model) -> dict[str, Any]:
     """The arguments of `compile` as they are stored in files, to be corrected."""
     return last_compile(model).config
 
 
-def note_state(model: Any, state: dict[str, Any]) -> None:
+def note_state(model: Model, state: dict[str, Any]) -> None:
     """Keeps the state that `fit` on JAX passes round where `fit` itself keeps it."""
     vars(model)["_jax_state"] = state
 
 
-def noted_state(model: Any) -> dict[str, Any]:
+def noted_state(model: Model) -> dict[str, Any]:
     """The state that was kept last."""
     return model._jax_state
 
 
-def attach_state(model: Any, state: dict[str, Any]) -> None:
+def attach_state(model: Model, state: dict[str, Any]) -> None:
     """Writes the state that `fit` on JAX passes round into the model's variables."""
     note_state(model, state)
     model._jax_state_synced = False
     model.jax_state_sync()
 
 
-def detach_state(model: Any, parts: Iterable[str]) -> None:
+def detach_state(model: Model, parts: Iterable[str]) -> None:
     """Leaves the variables without values again, as `fit` on JAX does."""
     model._purge_model_variables(**dict.fromkeys(parts, True))
     model._jax_state_synced = False
@@ -511,12 +513,12 @@ def detach_state(model: Any, parts: Iterable[str]) -> None:
 # Optimizers ------------------------------------------------------------------------
 
 
-def applied_steps(optimizer: Any) -> Any:
+def applied_steps(optimizer: Optimizer) -> Any:
     """The variable that counts updates; `iterations` divides it by accumulation."""
     return optimizer._iterations
 
 
-def share_steps(wrapper: Any, optimizer: Any) -> None:
+def share_steps(wrapper: Any, optimizer: Optimizer) -> None:
     """Makes a wrapper share the count of updates of the optimizer inside it."""
     vars(wrapper)["_iterations"] = optimizer._iterations
 
@@ -534,7 +536,7 @@ _PAST_ASSIGN = (
 )
 
 
-def plain_methods(optimizer: Any) -> dict[str, Callable]:
+def plain_methods(optimizer: Optimizer) -> dict[str, Callable]:
     """The methods of an optimizer that write by `assign`, to replace its backend's.
 
     They come from the classes that the backend's own class derives from.
@@ -554,7 +556,7 @@ def plain_methods(optimizer: Any) -> dict[str, Callable]:
     return methods
 
 
-def _with_its_variables(optimizer: Any) -> dict[str, Callable]:
+def _with_its_variables(optimizer: Optimizer) -> dict[str, Callable]:
     """Nadam's update calls TensorFlow's, which gets values: this passes variables."""
     original = optimizer._backend_update_step
     given: list[Any] = []
@@ -573,17 +575,17 @@ def _with_its_variables(optimizer: Any) -> dict[str, Callable]:
     }
 
 
-def track(optimizer: Any, variable: Any) -> None:
+def track(optimizer: Optimizer, variable: Variable) -> None:
     """Adds a variable to an optimizer's; `add_variable` cannot exclude autocast."""
     optimizer._track_variable(variable)
 
 
-def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
+def check_known(optimizer: Optimizer, variables: Variables) -> None:
     """Raises Keras' error for a variable that the optimizer was not built with."""
     optimizer._check_variables_are_known(variables)
 
 
-def index_in(optimizer: Any, variable: Any) -> int:
+def index_in(optimizer: Optimizer, variable: Variable) -> int:
     """The place of a variable among those that the optimizer was built with.
 
     Keras has a key for each, which under TensorFlow's strategies is not its id.
@@ -591,12 +593,12 @@ def index_in(optimizer: Any, variable: Any) -> int:
     return optimizer._get_variable_index(variable)
 
 
-def averages(optimizer: Any) -> list[Any]:
+def averages(optimizer: Optimizer) -> list[Any]:
     """The moving averages of `use_ema`, one for each variable or None."""
     return optimizer._model_variables_moving_average
 
 
-def learning_rate(optimizer: Any) -> Any:
+def learning_rate(optimizer: Optimizer) -> Any:
     """The learning rate as it was given: `learning_rate` evaluates a schedule."""
     return getattr(optimizer, "_learning_rate", None)
 
@@ -605,7 +607,7 @@ def learning_rate(optimizer: Any) -> Any:
 UPDATE_STEP = "_parallel_update_step"
 
 
-def adam_slots(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
+def adam_slots(optimizer: Optimizer, variables: Variables) -> list[list[Any]]:
     """Adam's first and second moments of these variables, and the largest of those.
 
     The last exist only with amsgrad.

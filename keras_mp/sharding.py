@@ -15,6 +15,7 @@ from keras_mp.backends import engine
 from keras_mp.messages import warn
 from keras_mp.policies.layers import children_of
 from keras_mp.policies.paths import layer_path
+from keras_mp.types import Layer, Model, Optimizer, Variable
 
 # A layer with a smaller share of the weights has no group of its own: gathering it
 # takes longer than sending it. It is gathered with others like it, for a whole pass.
@@ -74,7 +75,7 @@ def fully_shard(model: keras.Model, mesh: Any = None) -> keras.Model:
     return model
 
 
-def warn_of_torchs_own(model: Any) -> None:
+def warn_of_torchs_own(model: Model) -> None:
     """Warns once if torch's own `fully_shard` was called on layers of a model."""
     if model in _warned:
         return
@@ -90,7 +91,7 @@ def warn_of_torchs_own(model: Any) -> None:
             return
 
 
-def _groups(model: Any) -> list[tuple[Any, list[Any]]]:
+def _groups(model: Model) -> list[tuple[Any, list[Any]]]:
     """Layers, each with the weights that only it reads, and the model with the rest."""
     blocks = {id(block): block for block in _blocks(model)}.values()
     weights = {id(block): _weights(block) for block in blocks}
@@ -111,7 +112,7 @@ def _groups(model: Any) -> list[tuple[Any, list[Any]]]:
     return [*groups, (model, [v for v in everything if id(v) not in taken])]
 
 
-def _blocks(layer: Any) -> Iterator[Any]:
+def _blocks(layer: Layer) -> Iterator[Any]:
     """The outermost layers that are not models."""
     for child in children_of(layer):
         if isinstance(child, keras.Model):
@@ -120,18 +121,18 @@ def _blocks(layer: Any) -> Iterator[Any]:
             yield child
 
 
-def _weights(layer: Any) -> list[Any]:
+def _weights(layer: Layer) -> list[Any]:
     """What an optimizer may train, frozen or not, without statistics and seeds."""
     layers = private.layers_in(layer)
     found = {id(v): v for each in layers for v in private.own_trainable(each)}
     return [*found.values()]
 
 
-def _size(variables: Iterable[Any]) -> int:
+def _size(variables: Iterable[Variable]) -> int:
     return sum(math.prod(v.shape) for v in variables)
 
 
-def _slots(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+def _slots(optimizer: Optimizer) -> Iterator[tuple[Any, Any]]:
     """Each weight, with each variable that the optimizer has for it so far."""
     if optimizer is None:
         return
@@ -143,7 +144,7 @@ def _slots(optimizer: Any) -> Iterator[tuple[Any, Any]]:
                 yield from (p for p in pairs if p[1] is not None and p[0] is not p[1])
 
 
-def _within(optimizer: Any) -> Iterator[Any]:
+def _within(optimizer: Optimizer) -> Iterator[Any]:
     inner = getattr(optimizer, "inner_optimizer", None)
     for part in (*([inner] if inner else []), *getattr(optimizer, "optimizers", ())):
         yield part

@@ -33,6 +33,7 @@ from keras_mp.policies.temporary import (
     half_in_float32,
     temporary_policies,
 )
+from keras_mp.types import Model, Tensor
 
 STEPS = 100
 
@@ -40,7 +41,7 @@ STEPS = 100
 class KernelWatch:
     """Watches the first steps of one train function of a model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._steps = 0
         self._before: dict[int, Any] = {}
@@ -67,13 +68,13 @@ class KernelWatch:
         return train_function
 
 
-def _kernels(model: Any) -> list[Any]:
+def _kernels(model: Model) -> list[Any]:
     """The trainable weights of layers in half precision, except vectors."""
     half = [layer for layer in private.layers_in(model) if computes_in_half(layer)]
     return [v for layer in half for v in private.own_trainable(layer) if v.ndim > 1]
 
 
-def _sums_of_bits(model: Any, args: Sequence[Any]) -> dict[int, Any]:
+def _sums_of_bits(model: Model, args: Sequence[Any]) -> dict[int, Any]:
     variables = model.trainable_variables
     values = engine.trainable_values(model, args)
     pairs = zip(variables, values, strict=True)
@@ -85,7 +86,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _call(
-    model: Any, kernels: Sequence[Any], train_function: Callable, *args: Any
+    model: Model, kernels: Sequence[Any], train_function: Callable, *args: Any
 ) -> Any:
     """Calls a train function, after a look at the gradients of its first batch."""
     looked = False
@@ -101,7 +102,7 @@ def _call(
     return engine.run_by_batch(train_function, args, model.steps_per_execution, take)
 
 
-def _tell(model: Any, kernels: Sequence[Any], batch: Any) -> None:
+def _tell(model: Model, kernels: Sequence[Any], batch: Any) -> None:
     try:
         given = keras.utils.unpack_x_y_sample_weight(batch)
         scaling = loss_scaling_of(model.optimizer)
@@ -135,5 +136,5 @@ def _tell(model: Any, kernels: Sequence[Any], batch: Any) -> None:
     )
 
 
-def _any(gradient: Any) -> bool:
+def _any(gradient: Tensor) -> bool:
     return gradient is not None and bool(np.any(gradient))

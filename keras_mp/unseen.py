@@ -16,9 +16,10 @@ from keras_mp.policies.layers import is_graph
 from keras_mp.policies.paths import name_layers
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.returned import Watched
+from keras_mp.types import Layer, Model
 
 
-def make_up(model: Any) -> None:
+def make_up(model: Model) -> None:
     """Looks at a model, or a layer, as the seams would have, if they are in."""
     if wanted.done:
         layers = private.layers_in(model)
@@ -34,14 +35,14 @@ def make_up(model: Any) -> None:
     name_layers(model)
 
 
-def _is_seen(layer: Any) -> bool:
+def _is_seen(layer: Layer) -> bool:
     if not layer.built or is_graph(layer) or isinstance(layer, keras.layers.InputLayer):
         return True  # Of a graph only its layers matter.
     record = records.get(id(layer))
     return record is not None and record.chosen is not None
 
 
-def _call(model: Any) -> None:
+def _call(model: Model) -> None:
     """Calls a model without a graph on symbolic tensors, as it was called before.
 
     Keras remembers their shapes. Their dtypes have to be guessed, and the model stays

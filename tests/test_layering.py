@@ -31,6 +31,7 @@ ROOMS = [
         "interrupts",
         "keras_private",
         "replaced",
+        "types",
         "wanted",
     ],
     ["backends"],

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_mp.types import Model
+
 
 class Batches:
     """Takes train steps on batches that somebody keeps, on an eager backend."""
@@ -65,15 +67,15 @@ class Batches:
         """What a train function takes in place of `iterator` for one of its batches."""
         return [batch]
 
-    def keeping_state(self, model: Any, train_function: Callable) -> Callable:
+    def keeping_state(self, model: Model, train_function: Callable) -> Callable:
         """The train function; on JAX its calls note the state that they return."""
         return train_function
 
-    def repeatable(self, model: Any, batches: Any) -> Callable[[], Any]:
+    def repeatable(self, model: Model, batches: Any) -> Callable[[], Any]:
         """Returns what `predict` gives its function as batches, as often as called."""
         return lambda: batches
 
-    def attaching(self, model: Any, step: Callable) -> Callable:
+    def attaching(self, model: Model, step: Callable) -> Callable:
         """The function; on JAX variables have their values if it raises.
 
         They get those of the newest state that was noted. Keras would go back to a
@@ -81,11 +83,11 @@ class Batches:
         """
         return step
 
-    def attached(self, model: Any, state: Any) -> contextlib.AbstractContextManager:
+    def attached(self, model: Model, state: Any) -> contextlib.AbstractContextManager:
         """A context in which variables hold such a state."""
         return contextlib.nullcontext()
 
-    def take_step(self, model: Any, batch: Any) -> None:
+    def take_step(self, model: Model, batch: Any) -> None:
         """Takes one train step outside of `fit`, with a batch in any structure.
 
         `train_on_batch` takes only `(x, y, sample_weight)`, and a custom `train_step`
@@ -94,7 +96,7 @@ class Batches:
         model.make_train_function()
         model.train_function([batch])
 
-    def other_workers(self, model: Any) -> str:
+    def other_workers(self, model: Model) -> str:
         """Says what a model's batches are shared between; empty if nothing."""
         raise NotImplementedError
 

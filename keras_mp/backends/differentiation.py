@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_mp.backends import engine
+from keras_mp.types import Tensor, Variables
 
 # Takes an intermediate tensor; returns it, or its replacement, and whether its gradient
 # will be known.
@@ -33,7 +34,7 @@ class Gradients(NamedTuple):
 def differentiate(
     function: Callable[[Any, See], Any],
     arguments: Any,
-    variables: Sequence[Any],
+    variables: Variables,
     state: Sequence[Any],
     compiled: bool,
 ) -> Gradients:
@@ -59,7 +60,7 @@ def differentiate(
     return Gradients(_array(loss), seen, by_seen, by_variable)
 
 
-def _array(x: Any) -> Any:
+def _array(x: Tensor) -> Any:
     if x is None:
         return None
     dtype = keras.backend.standardize_dtype(x.dtype)

@@ -15,6 +15,7 @@ from keras_mp.backends.measures import Measures
 from keras_mp.backends.shards import Shards
 from keras_mp.backends.step import Step
 from keras_mp.replaced import replaced
+from keras_mp.types import Model, Variable
 
 BFLOAT16 = "bfloat16"
 HALF = ("float16", BFLOAT16)
@@ -52,19 +53,19 @@ class Engine(Step, Batches, Measures, Shards):
         """A context in which variables get their first values, once."""
         return contextlib.nullcontext()
 
-    def set_dtype(self, variable: Any, dtype: str) -> None:
+    def set_dtype(self, variable: Variable, dtype: str) -> None:
         """Casts a variable, and its value if it already has one."""
         with self.outside_trace():
             private.set_dtype(variable, dtype)
 
-    def optimizer_scope(self, model: Any) -> contextlib.AbstractContextManager:
+    def optimizer_scope(self, model: Model) -> contextlib.AbstractContextManager:
         """A context in which the variables of a model's optimizer are created."""
         return contextlib.nullcontext()
 
     # The train step of `fit` -------------------------------------------------------
 
     def make_train_function(
-        self, model: Any, original: Callable, force: bool, wrap: Wrapper
+        self, model: Model, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         """Runs `original(model, force)` with `model.train_step` wrapped by `wrap`.
 
@@ -74,11 +75,11 @@ class Engine(Step, Batches, Measures, Shards):
         with replaced("steps", model, {"train_step": wrap}):
             original(model, force)
 
-    def build(self, model: Any, data: Any) -> None:
+    def build(self, model: Model, data: Any) -> None:
         """Builds a model now if its first train step would build it."""
         return
 
-    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
+    def undo_skipped(self, model: Model, scaling: Any, step: Callable) -> Callable:
         """Wraps a train step so that it leaves no trace if the optimizer skips it.
 
         Non-trainable variables, metrics and their logs go back to what they were, and
@@ -99,7 +100,7 @@ class Engine(Step, Batches, Measures, Shards):
         """The optimizer's state in the arguments of a train function, only on JAX."""
         return None
 
-    def trainable_values(self, model: Any, args: Sequence[Any]) -> list[Any]:
+    def trainable_values(self, model: Model, args: Sequence[Any]) -> list[Any]:
         """The values of a model's trainable variables, as a train function gets them.
 
         Args:

@@ -2,7 +2,9 @@
 
 import weakref
 from collections.abc import Sized
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from keras_mp.types import Tensor
 
 Fact = TypeVar("Fact")
 # Where operations go by more than their operands' dtype: facts about logits, and heads
@@ -20,10 +22,10 @@ class Known(Generic[Fact]):
     def __init__(self) -> None:
         self.facts: dict[int, tuple[weakref.ref, Fact]] = {}
 
-    def note(self, tensor: Any, fact: Fact) -> None:
+    def note(self, tensor: Tensor, fact: Fact) -> None:
         facts, key = self.facts, id(tensor)
         facts[key] = weakref.ref(tensor, lambda _: facts.pop(key, None)), fact
 
-    def get(self, tensor: Any) -> Fact | None:
+    def get(self, tensor: Tensor) -> Fact | None:
         reference, fact = self.facts.get(id(tensor), (None, None))
         return fact if reference is not None and reference() is tensor else None

@@ -11,6 +11,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends.interface import HALF
+from keras_mp.types import Tensor
 
 
 def leaves(structure: Any) -> Iterator[Any]:
@@ -31,6 +32,6 @@ def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
     return function(structure)
 
 
-def is_half_tensor(x: Any) -> bool:
+def is_half_tensor(x: Tensor) -> bool:
     """Is it a tensor, not a symbolic one, in float16 or bfloat16?"""
     return ops.is_tensor(x) and keras.backend.standardize_dtype(x.dtype) in HALF

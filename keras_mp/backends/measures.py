@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from keras_mp.types import Tensor, Variables
+
 # The name of a scope, with its number.
 SCOPE = r"keras_mp_(\d+)_"
 
@@ -72,7 +74,7 @@ class Measures:
         """See `differentiation.differentiate`."""
         raise NotImplementedError
 
-    def sums_of_bits(self, value: Any) -> Any:
+    def sums_of_bits(self, value: Tensor) -> Any:
         """Sums a tensor's elements, their bits read as integers, over all axes but one.
 
         The last axis is left, except that of a vector. If the tensor changes, so do the
@@ -84,7 +86,7 @@ class Measures:
     """Does the backend trace a model into a program?"""
 
     def traced(
-        self, function: Callable, variables: Sequence[Any], arguments: Any
+        self, function: Callable, variables: Variables, arguments: Any
     ) -> list[Fact]:
         """What a function's program does with numbers. It is traced, and not run.
 

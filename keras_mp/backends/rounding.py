@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from keras_mp.types import Tensor
+
 WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 
@@ -45,7 +47,7 @@ class RandomBits:
         seed, step: integer scalars.
     """
 
-    def __init__(self, words: Words, seed: Any, step: Any) -> None:
+    def __init__(self, words: Words, seed: Tensor, step: Any) -> None:
         self._words, word = words, words.word
         key = self._mixed(word(seed) + word(_GOLDEN), word(seed))
         self._key = self._mixed(key + word(step), word(step))
@@ -64,7 +66,7 @@ class RandomBits:
             place = place + words.numbers(shape, axis) * steps
         return self._mixed(words.xor(place, first), second)
 
-    def _mixed(self, x: Any, key: Any) -> Any:
+    def _mixed(self, x: Tensor, key: Tensor) -> Any:
         xor, shift, word = self._words.xor, self._words.shift, self._words.word
         x = xor(x, shift(x, 16)) * word(0x7FEB352D)
         x = xor(x, key)

@@ -6,12 +6,14 @@ from typing import Any
 
 import keras
 
+from keras_mp.types import Layer, Model, Variable, Variables
+
 
 class Shards:
     """Each process holds all weights whole, as on every backend but torch."""
 
     def fully_shard(
-        self, model: Any, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
+        self, model: Model, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
     ) -> None:
         """Shards the weights of a built model over the processes of a mesh, on torch.
 
@@ -33,17 +35,15 @@ class Shards:
     Both need processes that know each other.
     """
 
-    def shards_in_vain(self, layer: Any) -> bool:
+    def shards_in_vain(self, layer: Layer) -> bool:
         """Was torch's own `fully_shard` called on a layer? Its variables stay whole."""
         return False
 
-    def shard_like(self, reference: Any, variable: Any) -> None:
+    def shard_like(self, reference: Any, variable: Variable) -> None:
         """Shards an optimizer's new variable like its weight, if that is sharded."""
         return
 
-    def among_shards(
-        self, variables: Sequence[Any]
-    ) -> contextlib.AbstractContextManager:
+    def among_shards(self, variables: Variables) -> contextlib.AbstractContextManager:
         """A context in which an optimizer updates variables, sharded or not.
 
         In it, shards may be combined with tensors that each process holds whole.
@@ -53,7 +53,7 @@ class Shards:
         """
         return contextlib.nullcontext()
 
-    def write_file(self, model: Any, write: Callable[[], Any]) -> Any:
+    def write_file(self, model: Model, write: Callable[[], Any]) -> Any:
         """Calls `write`, which reads a model's variables.
 
         If the model is sharded, all processes gather it, and only the first one writes.

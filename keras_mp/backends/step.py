@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_mp.types import Gradients, Tensor, Variables
+
 # What a gradient holds besides finite numbers: the highest code that applies.
 FINITE, INFINITE, NAN = 0, 1, 2
 
@@ -39,16 +41,16 @@ class Step:
         """Raises a ValueError if JAX would turn a variable's value into a constant."""
         return  # AutoGraph warns about a function that is only a docstring.
 
-    def check_strategy(self, variables: Sequence[Any], built: bool) -> None:
+    def check_strategy(self, variables: Variables, built: bool) -> None:
         """Raises a ValueError if replicas would disagree on `variables`."""
         return
 
-    def unscale(self, grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+    def unscale(self, grads: Gradients, inverse_scale: Tensor) -> list[Any]:
         """Multiplies each gradient by `inverse_scale` in float32; None stays None."""
         raise NotImplementedError
 
     def unscale_in_place(
-        self, grads: Sequence[Any], scale: Any, variables: Sequence[Any]
+        self, grads: Gradients, scale: Tensor, variables: Variables
     ) -> tuple[list[Any], Any] | None:
         """Divides gradients by the scale in place, and checks them in the same pass.
 
@@ -59,7 +61,7 @@ class Step:
         return None
 
     @staticmethod
-    def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+    def nonfinite_to_nan(grads: Gradients) -> list[Any]:
         """Turns infinities into nan, which clipping by value cannot make finite."""
         return [
             None if g is None else ops.where(ops.isfinite(g), g, float("nan"))
@@ -82,7 +84,7 @@ class Step:
         codes = self.nonfinite(tensors)
         return self.all_finite(codes[:-1]), codes
 
-    def nonfinite(self, grads: Sequence[Any]) -> Any:
+    def nonfinite(self, grads: Gradients) -> Any:
         """The codes of `check`."""
         raise NotImplementedError
 
@@ -90,7 +92,9 @@ class Step:
         """Bool scalar: is each of the codes FINITE?"""
         raise NotImplementedError
 
-    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+    def update_if(
+        self, finite: Tensor, update: Update, grads: list[Tensor]
+    ) -> bool | None:
         """Runs an update, whose writes take effect only if `finite`, a bool scalar.
 
         Returns:
@@ -101,7 +105,7 @@ class Step:
             return True
         return False
 
-    def stochastic_rounding(self, seed: Any, step: Any) -> Callable[[Any], Any]:
+    def stochastic_rounding(self, seed: Tensor, step: Any) -> Callable[[Any], Any]:
         """A function that rounds float32 tensors to bfloat16, see `rounding.py`.
 
         Args:
@@ -120,6 +124,6 @@ class Step:
         """Raises a ValueError under a TensorFlow strategy of several replicas."""
         return
 
-    def agreed(self, value: Any) -> Any:
+    def agreed(self, value: Tensor) -> Any:
         """A scalar of this process; on torch, the scalar of the first process."""
         return value

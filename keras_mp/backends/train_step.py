@@ -7,6 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.types import Model, Tensor
+
 # The models whose logs are to hold the loss scale, and with UNDERFLOW the share of
 # gradients that underflow, too.
 monitored: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -17,7 +19,7 @@ next_calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def logs_of_step(
-    model: Any, logs: Any, scaling: Any, undone: Any, measured: Any
+    model: Model, logs: Any, scaling: Any, undone: Any, measured: Any
 ) -> Any:
     """The logs of a step, without it if it was undone, and with the loss scale.
 
@@ -86,5 +88,5 @@ def _alike(log: Any, result: Any) -> bool:
     return all(_is_number(x) for x in leaves)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Tensor) -> bool:
     return ops.is_tensor(x) or isinstance(x, int | float)

@@ -13,13 +13,15 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.types import Tensor
+
 # Two matrices, and what turns their product into the result of the operation.
 Matrices = tuple[Any, Any, Callable[[Any], Any]]
 
 _ONE_PRODUCT = re.compile(r"((?:\.{3})?\w*)(\w+),\2(\w*)->\1\3")
 
 
-def _of_matmul(x1: Any, x2: Any) -> Matrices | None:
+def _of_matmul(x1: Tensor, x2: Tensor) -> Matrices | None:
     x1, x2 = map(ops.convert_to_tensor, (x1, x2))
     if len(x1.shape) < 2 or len(x2.shape) != 2:
         return None
@@ -40,7 +42,7 @@ def _of_einsum(subscripts: str, *operands: Any, **options: Any) -> Matrices | No
 
 def _of_conv(
     inputs: Any,
-    kernel: Any,
+    kernel: Tensor,
     strides: Any = 1,
     padding: str = "valid",
     data_format: str | None = None,
@@ -67,7 +69,7 @@ OPERATIONS: dict[str, Callable] = {
 }
 
 
-def _matrices(x: Any, kernel: Any, summed: int) -> Matrices:
+def _matrices(x: Tensor, kernel: Tensor, summed: int) -> Matrices:
     """The product over `summed` axes: the last of x and the first of the kernel."""
     rows, columns = ops.shape(x)[:-summed], kernel.shape[summed:]
     width = math.prod(kernel.shape[:summed])

@@ -32,13 +32,14 @@ import numpy as np
 from keras_mp.loss_scaling.resuming import ENTRIES, entries_for, warn_of_another
 from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.messages import warn
+from keras_mp.types import Optimizer, Variable
 
 # Counts go on from here at most: beyond 2**31 - 1 they would turn negative.
 _MOST_COUNTED = 2**30
 _NAMES = ("skipped_steps", "consecutive_skips", "broken_steps", "nonfinite_counts")
 
 
-def save(optimizer: Any, scaling: LossScaling, store: Any) -> None:
+def save(optimizer: Optimizer, scaling: LossScaling, store: Any) -> None:
     """Writes the variables of a `LossScaleOptimizer` into a Keras store (a mapping)."""
     layout = _layout(optimizer, scaling)
     for key, variable in layout.items():
@@ -46,7 +47,7 @@ def save(optimizer: Any, scaling: LossScaling, store: Any) -> None:
     store[ENTRIES] = np.array(len(layout))
 
 
-def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
+def load(optimizer: Optimizer, scaling: LossScaling, store: Any) -> bool:
     """Reads them again, all or none.
 
     Returns:
@@ -87,7 +88,7 @@ def load(optimizer: Any, scaling: LossScaling, store: Any) -> bool:
 
 
 def _counts_of_other_variables(
-    optimizer: Any, scaling: LossScaling, store: Any, keys: set[str]
+    optimizer: Optimizer, scaling: LossScaling, store: Any, keys: set[str]
 ) -> set[str]:
     """The key of the counts by variable, if the writer had more or fewer variables."""
     counts: Any = scaling.nonfinite_counts
@@ -102,7 +103,7 @@ def _counts_of_other_variables(
     return {counts.name}
 
 
-def _layout(optimizer: Any, scaling: LossScaling) -> dict[str, Any]:
+def _layout(optimizer: Optimizer, scaling: LossScaling) -> dict[str, Any]:
     """The variables by their keys in a file.
 
     Empty before it is built. Keras compares only the number of entries: a few of ours
@@ -115,11 +116,11 @@ def _layout(optimizer: Any, scaling: LossScaling) -> dict[str, Any]:
     return _numbered(v for v in optimizer.variables if id(v) not in ids) | named
 
 
-def _numbered(variables: Iterable[Any]) -> dict[str, Any]:
+def _numbered(variables: Iterable[Variable]) -> dict[str, Any]:
     return {str(index): variable for index, variable in enumerate(variables)}
 
 
-def _check_keys(optimizer: Any, store: Any, keys: set[str]) -> None:
+def _check_keys(optimizer: Optimizer, store: Any, keys: set[str]) -> None:
     numbers = {k for k in keys if k.isdecimal()}
     gap = {str(i) for i in range(len(numbers))} - numbers
     found = f"{len(numbers)} numbered entries without {', '.join(sorted(gap))}"
@@ -132,7 +133,7 @@ def _check_keys(optimizer: Any, store: Any, keys: set[str]) -> None:
 
 
 def _values(
-    optimizer: Any, scaling: LossScaling, store: Any, layout: dict[str, Any]
+    optimizer: Optimizer, scaling: LossScaling, store: Any, layout: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """The entries of a checkpoint, checked."""
     inner = {id(v) for v in optimizer.inner_optimizer.variables}
@@ -163,7 +164,7 @@ def _values(
     return values
 
 
-def _check(optimizer: Any, holds: Any, rule: str, received: Any) -> None:
+def _check(optimizer: Optimizer, holds: Any, rule: str, received: Any) -> None:
     if holds:
         return
     raise ValueError(

@@ -9,9 +9,10 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.policies.paths import variable_path
+from keras_mp.types import Gradients, Optimizer, Tensor, Variable, Variables
 
 
-def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+def check(grads: Gradients, variables: Variables) -> None:
     """Raises a ValueError if a gradient does not fit its variable, or all are None."""
     if len(grads) != len(variables):
         raise ValueError(
@@ -32,13 +33,13 @@ def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
             )
 
 
-def _shape(grad: Any) -> Any:
+def _shape(grad: Tensor) -> Any:
     # A sparse TensorFlow gradient may hold its shape as a tuple: then `.shape` fails.
     given = getattr(grad, "dense_shape", None)
     return given if isinstance(given, tuple) else grad.shape
 
 
-def _same_shape(grad: Any, variable: Any) -> bool:
+def _same_shape(grad: Tensor, variable: Variable) -> bool:
     """Compares static shapes; an unknown dimension fits any."""
     if getattr(grad, "rank", 0) is None:
         return True
@@ -48,7 +49,7 @@ def _same_shape(grad: Any, variable: Any) -> bool:
     )
 
 
-def unscaled(grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
+def unscaled(grads: Gradients, variables: Variables, scale: Tensor) -> list[Any]:
     """Gradients divided by the scale, in float32."""
     quotients = engine.unscale(
         [None if _overwrites(v) else g for g, v in zip(grads, variables, strict=True)],
@@ -61,7 +62,7 @@ def unscaled(grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> list
 
 
 def unscaled_in_place(
-    grads: Sequence[Any], variables: Sequence[Any], scale: Any
+    grads: Gradients, variables: Variables, scale: Tensor
 ) -> tuple[list[Any], Any] | None:
     """See `Engine.unscale_in_place`; None where no gradient may change."""
     pure = private.get_stateless_scope() is not None
@@ -70,7 +71,7 @@ def unscaled_in_place(
     return engine.unscale_in_place(grads, scale, variables)
 
 
-def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def as_variables(grads: Gradients, variables: Variables) -> list[Any]:
     """Gradients in the dtype of float16 and bfloat16 variables, others as they are.
 
     Keras' optimizers cast them so, and a finite gradient may overflow there.
@@ -82,7 +83,7 @@ def as_variables(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     ]
 
 
-def stay_finite(variables: Sequence[Any], inner: Any, min_scale: float) -> bool:
+def stay_finite(variables: Variables, inner: Optimizer, min_scale: float) -> bool:
     """Whether finite gradients stay finite when they are unscaled, and cast.
 
     If so, they can be checked before they are unscaled. With global clipping their
@@ -93,7 +94,7 @@ def stay_finite(variables: Sequence[Any], inner: Any, min_scale: float) -> bool:
 
 
 def checked_for(
-    grads: Sequence[Any], variables: Sequence[Any], inner: Any
+    grads: Gradients, variables: Variables, inner: Optimizer
 ) -> tuple[Sequence[Any], Any]:
     """What shows whether gradients are finite: the gradients, or their squares.
 
@@ -120,7 +121,7 @@ def checked_for(
     return sums, ops.sum(ops.stack([s for s in sums if s is not None]))
 
 
-def _clips_by_global_norm(inner: Any) -> bool:
+def _clips_by_global_norm(inner: Optimizer) -> bool:
     """Whether the next step takes the norm of these gradients, not of a sum of them."""
     return bool(
         getattr(inner, "global_clipnorm", None)
@@ -129,11 +130,11 @@ def _clips_by_global_norm(inner: Any) -> bool:
     )
 
 
-def _overwrites(variable: Any) -> bool:
+def _overwrites(variable: Variable) -> bool:
     """Whether its "gradient" is its next value (float8 scales): it is not scaled."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def _half_dtype(variable: Any) -> str | None:
+def _half_dtype(variable: Variable) -> str | None:
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return dtype if dtype in ("float16", "bfloat16") else None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ import keras_mp.keras_private as private
 from keras_mp.loss_scaling.schedule import LossScaleRule
 from keras_mp.rounding.holders import wrapper_of
 from keras_mp.rounding.optimizer import parts_of
+from keras_mp.types import Optimizer, Variables
 
 _SCALER = keras.optimizers.LossScaleOptimizer
 # Arguments of every Keras optimizer, which files of older Keras versions store for the
@@ -29,7 +29,7 @@ _INNER_ARGUMENTS = {
 }
 
 
-def checked_inner(inner_optimizer: Any) -> Any:
+def checked_inner(inner_optimizer: Optimizer) -> Any:
     """The optimizer for an object, a name or a config, if a wrapper may hold it.
 
     Raises:
@@ -61,7 +61,7 @@ def checked_inner(inner_optimizer: Any) -> Any:
     return _of_this_backend(inner)
 
 
-def _of_this_backend(inner: Any) -> Any:
+def _of_this_backend(inner: Optimizer) -> Any:
     """The optimizer itself, or its equivalent if only another backend can run it.
 
     On torch Keras' optimizers have classes of their own, and files name those. On
@@ -74,7 +74,7 @@ def _of_this_backend(inner: Any) -> Any:
     )
 
 
-def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
+def written_by(inner: Optimizer, variables: Variables) -> list[Any] | None:
     """What an update writes by `assign`; None if it may write something else.
 
     Keras' own code writes only by `assign`.
@@ -89,7 +89,7 @@ def written_by(inner: Any, variables: Sequence[Any]) -> list[Any] | None:
     return None
 
 
-def start_averages(inner_optimizer: Any) -> None:
+def start_averages(inner_optimizer: Optimizer) -> None:
     """Starts the averages of `use_ema` at the weights.
 
     Keras starts them at zero, which becomes the weights if every step of a short `fit`

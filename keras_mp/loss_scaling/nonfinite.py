@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_mp.backends.step import INFINITE, NAN
 from keras_mp.policies.paths import variable_path
+from keras_mp.types import Variables
 
 ROWS = 5
 # How many of the variables concerned a message names.
@@ -59,7 +60,7 @@ _A_STEP = _for_each_row(0, 0, 0, 1, 1)
 _FIRST_STEP = _for_each_row(0, 0, 0, -1, 0)
 
 
-def report(counts: Any, variables: Sequence[Any]) -> list[NonfiniteGradient]:
+def report(counts: Any, variables: Variables) -> list[NonfiniteGradient]:
     """Returns a line for each variable with a count, the highest count first."""
     columns = zip(variables, *ops.convert_to_numpy(counts).tolist(), strict=True)
     lines = [
@@ -82,7 +83,7 @@ def added(
     }
 
 
-def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
+def newest(counts: Any, variables: Variables) -> list[str]:
     """Returns the paths of the variables that the last such step names, in order."""
     last = ops.convert_to_numpy(counts)[4].tolist()
     return [
@@ -92,7 +93,7 @@ def newest(counts: Any, variables: Sequence[Any]) -> list[str]:
     ]
 
 
-def newest_step(counts: Any, variables: Sequence[Any]) -> tuple[int, str]:
+def newest_step(counts: Any, variables: Variables) -> tuple[int, str]:
     """Returns the number of the last such step, and what was not finite and where.
 
     Such as "inf in conv2d/bias"; "inf, nan" if a variable has had both so far.

@@ -11,12 +11,13 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends.differentiation import Gradients, See, differentiate
 from keras_mp.policies.layers import takes_training
+from keras_mp.types import Model
 
 _TRAINING = {"training": True}
 
 
 def gradients_of(
-    model: Any,
+    model: Model,
     batch: tuple[Any, Any, Any],
     scale: float,
     watch: Callable[[See], contextlib.AbstractContextManager[None]] | None = None,
@@ -62,7 +63,7 @@ def gradients_of(
         private.clear_losses(model)
 
 
-def _recurrent(model: Any) -> Iterator[Any]:
+def _recurrent(model: Model) -> Iterator[Any]:
     """The states of stateful RNNs, which Keras leaves out of `variables`."""
     for layer in private.layers_in(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:

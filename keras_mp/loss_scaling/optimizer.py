@@ -27,6 +27,7 @@ from keras_mp.loss_scaling.state import LossScaling
 from keras_mp.policies import heads
 from keras_mp.rounding.holders import hold
 from keras_mp.rounding.optimizer import parts_of
+from keras_mp.types import Gradients, Optimizer, Tensor, Variables
 
 # The object that stands for "not given": dynamic=False needs a scale from the user, as
 # Keras' own tests ask for an error without one.
@@ -168,7 +169,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # Building --------------------------------------------------------------------
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Variables) -> None:
         """Creates the inner optimizer's variables; does nothing the second time."""
         if self.built:
             return
@@ -200,7 +201,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # Scaling and unscaling ---------------------------------------------------------
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Tensor) -> Any:
         """Multiplies a loss by the loss scale, in float32.
 
         Args:
@@ -219,7 +220,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         engine.refuse_baking("scale_loss", "stateless_scale_loss")
         return self._scale(loss, self.dynamic_scale.value)
 
-    def unscale(self, grads: Iterable[Any]) -> list[Any]:
+    def unscale(self, grads: Iterable[Tensor]) -> list[Any]:
         """Multiplies gradients by the reciprocal of the scale, in float32.
 
         Args:
@@ -235,16 +236,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         engine.refuse_baking("unscale", "stateless_unscale")
         return self._unscale(grads, self.dynamic_scale.value)
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Tensor) -> Any:
         """`scale_loss` under its tf.keras name."""
         return self.scale_loss(loss)
 
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Iterable[Tensor]) -> list[Any]:
         """`unscale` under its tf.keras name."""
         return self.unscale(grads)
 
     def stateless_scale_loss(
-        self, optimizer_variables: Sequence[Any], loss: Any
+        self, optimizer_variables: Sequence[Tensor], loss: Tensor
     ) -> Any:
         """`scale_loss` by the scale within `optimizer_variables`.
 
@@ -256,7 +257,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._scale(loss, scale)
 
     def stateless_unscale(
-        self, optimizer_variables: Sequence[Any], grads: Iterable[Any]
+        self, optimizer_variables: Sequence[Tensor], grads: Iterable[Tensor]
     ) -> list[Any]:
         """`unscale` by the scale within `optimizer_variables`.
 
@@ -267,7 +268,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         scale = self._by_id(optimizer_variables)[id(self.dynamic_scale)]
         return self._unscale(grads, scale)
 
-    def _scale(self, loss: Any, scale: Any) -> Any:
+    def _scale(self, loss: Tensor, scale: Any) -> Any:
         self._loss_scaling.stage.scaled(engine.is_tracing())
         loss, scale = ops.convert_to_tensor(loss), ops.convert_to_tensor(scale)
         # In float16 the product would overflow at once.
@@ -278,7 +279,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         value = ops.stop_gradient(loss)
         return ops.multiply(loss, ops.cast(scale, loss.dtype) + (value - value))
 
-    def _unscale(self, grads: Iterable[Any], scale: Any) -> list[Any]:
+    def _unscale(self, grads: Iterable[Tensor], scale: Any) -> list[Any]:
         self._loss_scaling.stage.unscaled(engine.is_tracing())
         grads = list(grads)
         own = private.own_trainable(self)
@@ -290,10 +291,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def apply(
         self,
-        grads: Sequence[Any],
+        grads: Gradients,
         trainable_variables: Sequence[Any] | None = None,
         *,
-        loss: Any = None,
+        loss: Tensor = None,
     ) -> None:
         """Updates the variables, or skips the step if a gradient is not finite.
 
@@ -335,7 +336,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.iterations
 
     def _variables_for(
-        self, grads: list[Any], trainable_variables: Sequence[Any] | None
+        self, grads: list[Tensor], trainable_variables: Sequence[Any] | None
     ) -> list[Any]:
         """The variables of these gradients, checked; builds the optimizer with them."""
         if trainable_variables is None:
@@ -357,11 +358,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def stateless_apply(
         self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
+        optimizer_variables: Sequence[Tensor],
+        grads: Gradients,
+        trainable_variables: Sequence[Tensor],
         *,
-        loss: Any = None,
+        loss: Tensor = None,
     ) -> tuple[list[Any], list[Any]]:
         """`apply` without side effects; not on TensorFlow, as in Keras.
 
@@ -400,7 +401,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return after[: len(own)], after[len(own) :]
 
     def stateless_undo_skipped(
-        self, optimizer_variables: Sequence[Any], before: Any, after: Any
+        self, optimizer_variables: Sequence[Tensor], before: Any, after: Any
     ) -> Any:
         """Undoes what a step changed besides the weights, if the step was skipped.
 
@@ -424,7 +425,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             lambda old, new: ops.where(applied, new, old), before, after
         )
 
-    def _by_id(self, optimizer_variables: Sequence[Any]) -> dict[int, Any]:
+    def _by_id(self, optimizer_variables: Sequence[Tensor]) -> dict[int, Any]:
         """The value of each variable of the optimizer, by the variable's id."""
         values = list(optimizer_variables)
         if len(values) != len(self.variables):
@@ -580,6 +581,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return [name for name in super().__dir__() if name not in hidden]
 
 
-def loss_scaling_of(optimizer: Any) -> Any:
+def loss_scaling_of(optimizer: Optimizer | None) -> Any:
     """The `LossScaling` of an optimizer; None if it is not ours."""
     return getattr(optimizer, "_loss_scaling", None)

@@ -22,6 +22,7 @@ import numpy as np
 
 from keras_mp.messages import warn, warnings_at_the_user
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
+from keras_mp.types import Optimizer
 
 # The name under which our LossScaleOptimizer stores its number of entries.
 ENTRIES = "entries"
@@ -37,7 +38,9 @@ def wrap_load(original: Callable) -> Callable:
     return load_own_variables
 
 
-def _load(optimizer: Any, store: Any, load_by_number: Callable[[Any], None]) -> None:
+def _load(
+    optimizer: Optimizer, store: Any, load_by_number: Callable[[Any], None]
+) -> None:
     """Loads an optimizer by Keras' method, from a file of any wrapper."""
     keys, count = set(store.keys()), len(optimizer.variables)
     if keys == _first(count):
@@ -56,7 +59,7 @@ def _load(optimizer: Any, store: Any, load_by_number: Callable[[Any], None]) -> 
             load_by_number(store)
 
 
-def entries_for(optimizer: Any, store: Any) -> dict[str, np.ndarray] | None:
+def entries_for(optimizer: Optimizer, store: Any) -> dict[str, np.ndarray] | None:
     """The entries by the optimizer's own numbers; None if another kind wrote them.
 
     Kinds are told apart by the shapes of all entries, and by the first: each optimizer
@@ -75,7 +78,7 @@ def entries_for(optimizer: Any, store: Any) -> dict[str, np.ndarray] | None:
     return {str(i): value for i, value in enumerate(kept + values[before:])}
 
 
-def warn_of_another(optimizer: Any, expected: int, found: int) -> None:
+def warn_of_another(optimizer: Optimizer, expected: int, found: int) -> None:
     """Warns in Keras' words that the file of another optimizer is skipped."""
     warn(
         f"Skipping variable loading for optimizer '{optimizer.name}', because it "
@@ -84,7 +87,7 @@ def warn_of_another(optimizer: Any, expected: int, found: int) -> None:
     )
 
 
-def _held(optimizer: Any) -> list[Any]:
+def _held(optimizer: Optimizer) -> list[Any]:
     """The variables without the seed."""
     is_rounding = isinstance(optimizer, StochasticRoundingOptimizer)
     return (optimizer.inner_optimizer if is_rounding else optimizer).variables

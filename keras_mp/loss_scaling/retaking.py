@@ -21,9 +21,10 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
+from keras_mp.types import Model, Optimizer, Variables
 
 
-def call(model: Any, train_function: Callable, *args: Any) -> Any:
+def call(model: Model, train_function: Callable, *args: Any) -> Any:
     """Calls a train function once, and repeats the steps that it skips."""
     if not _may_retake(model, engine.optimizer_values(args)):
         return train_function(*args)
@@ -34,7 +35,7 @@ def call(model: Any, train_function: Callable, *args: Any) -> Any:
     return engine.run_by_batch(train_function, args, model.steps_per_execution, take)
 
 
-def _may_retake(model: Any, values: Sequence[Any] | None) -> bool:
+def _may_retake(model: Model, values: Sequence[Any] | None) -> bool:
     scaling = loss_scaling_of(model.optimizer)
     if scaling is None:
         # On TensorFlow the first step may build layers that need loss scaling.
@@ -47,7 +48,7 @@ def _may_retake(model: Any, values: Sequence[Any] | None) -> bool:
     return scaling.retakes and scaling.one_update
 
 
-def _until_applied(model: Any, state: Any, once: Callable) -> tuple[Any, Any]:
+def _until_applied(model: Model, state: Any, once: Callable) -> tuple[Any, Any]:
     """Takes one step with one batch, see `Engine.run_by_batch`."""
     before = _skips(model.optimizer, state)
     first, state = once(state)
@@ -86,7 +87,7 @@ class Outcome(enum.Enum):
     BROKEN = "skipped, and no scale can help"
 
 
-def _outcome(optimizer: Any, before: Sequence[Any], state: Any) -> Outcome:
+def _outcome(optimizer: Optimizer, before: Sequence[Any], state: Any) -> Outcome:
     """Compares the counters after a step with those just before it.
 
     Others may have taken steps since the last one: a callback, for instance. Reads one
@@ -102,7 +103,7 @@ def _outcome(optimizer: Any, before: Sequence[Any], state: Any) -> Outcome:
     return Outcome.BROKEN if broken else Outcome.SKIPPED
 
 
-def _skips(optimizer: Any, state: Any) -> Sequence[Any]:
+def _skips(optimizer: Optimizer, state: Any) -> Sequence[Any]:
     """How many steps were skipped, and how many of these were broken, so far."""
     scaling = loss_scaling_of(optimizer)
     if scaling is None:
@@ -114,7 +115,7 @@ def _of(state: Any) -> Any:
     return None if state is None else engine.optimizer_values((state,))
 
 
-def _values(optimizer: Any, variables: Sequence[Any], values: Any) -> list[Any]:
+def _values(optimizer: Optimizer, variables: Variables, values: Any) -> list[Any]:
     """Copies of their values; on JAX from the state that `fit` passes round."""
     if values is None:
         return [ops.copy(v.value) for v in variables]
@@ -122,5 +123,5 @@ def _values(optimizer: Any, variables: Sequence[Any], values: Any) -> list[Any]:
     return [ops.copy(values[places[id(v)]]) for v in variables]
 
 
-def _places(optimizer: Any) -> dict[int, int]:
+def _places(optimizer: Optimizer) -> dict[int, int]:
     return {id(v): i for i, v in enumerate(optimizer.variables)}

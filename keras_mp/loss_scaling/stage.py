@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_mp.messages import warn
+from keras_mp.types import Optimizer
 
 # What the step of this thread has scaled and updated so far.
 _thread = threading.local()
@@ -43,7 +44,7 @@ def train_step() -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def update_by(optimizer: Any, scaled: bool = False) -> Iterator[None]:
+def update_by(optimizer: Optimizer, scaled: bool = False) -> Iterator[None]:
     """Marks an update; one that is made within another is a part of it.
 
     Args:

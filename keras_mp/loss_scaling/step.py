@@ -6,7 +6,6 @@ write     the inner optimizer's update, or none; then the new scale and counters
 """
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -22,6 +21,7 @@ from keras_mp.loss_scaling.inner_optimizer import written_by
 from keras_mp.loss_scaling.nonfinite import counted
 from keras_mp.loss_scaling.schedule import LossScaleRule, LossScaleState
 from keras_mp.loss_scaling.state import LossScaling
+from keras_mp.types import Gradients, Optimizer, Tensor, Variable, Variables
 
 
 class Prepared(NamedTuple):
@@ -59,7 +59,11 @@ class Decision(NamedTuple):
 
 
 def prepare(
-    scaling: LossScaling, inner: Any, grads: list[Any], variables: list[Any], loss: Any
+    scaling: LossScaling,
+    inner: Optimizer,
+    grads: list[Tensor],
+    variables: list[Variable],
+    loss: Tensor,
 ) -> Prepared:
     """Unscales the gradients, unless that can wait, and says what is to be checked."""
     scaled = scaling.stage.take(engine.is_tracing(), inner.name)
@@ -88,7 +92,7 @@ def prepare(
     return Prepared(variables, grads, scaled, checked, found, accumulates)
 
 
-def decide(scaling: LossScaling, optimizer: Any, prepared: Prepared) -> Decision:
+def decide(scaling: LossScaling, optimizer: Optimizer, prepared: Prepared) -> Decision:
     """Is everything finite that has to be? The scale and the counters follow."""
     finite, codes = engine.check(prepared.checked, prepared.found)
     state = LossScaleState(*(v.value for v in scaling.variables))
@@ -112,12 +116,12 @@ def decide(scaling: LossScaling, optimizer: Any, prepared: Prepared) -> Decision
 
 
 def write(
-    scaling: LossScaling, inner: Any, prepared: Prepared, decision: Decision
+    scaling: LossScaling, inner: Optimizer, prepared: Prepared, decision: Decision
 ) -> None:
     """Updates the variables if the step is applied, and loss scaling's state always."""
     variables = prepared.variables
 
-    def run(grads: Sequence[Any]) -> None:
+    def run(grads: Gradients) -> None:
         if prepared.scaled:
             grads = gradients.unscaled(grads, variables, scaling.scale.value)
         inner.apply(grads, variables)
@@ -130,7 +134,7 @@ def write(
 
 
 def _in_columns(
-    codes: Any, optimizer: Any, variables: Sequence[Any], number: int
+    codes: Any, optimizer: Optimizer, variables: Variables, number: int
 ) -> Any:
     """The codes in the order in which the optimizer was built with its variables."""
     places = [private.index_in(optimizer, v) for v in variables]
@@ -148,7 +152,7 @@ def _after_finite_step(rule: LossScaleRule, state: LossScaleState) -> LossScaleS
 def _after_counted_step(
     rule: LossScaleRule,
     state: LossScaleState,
-    finite: Any,
+    finite: Tensor,
     codes: Any,
     counts: Any,
     applied: Any,

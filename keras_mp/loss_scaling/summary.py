@@ -14,6 +14,7 @@ import keras_mp.keras_private as private
 from keras_mp.config import global_policy
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies.hardware import recommended_policy
+from keras_mp.types import Optimizer
 
 
 @dataclasses.dataclass
@@ -55,7 +56,7 @@ def start() -> None:
     _entries = {}
 
 
-def note(optimizer: Any) -> None:
+def note(optimizer: Optimizer) -> None:
     """Keeps the counters of an optimizer, and of its wrapper."""
     if _entries is None or not isinstance(optimizer, keras.optimizers.Optimizer):
         return

@@ -5,6 +5,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_mp.types import Gradients, Tensor, Variables
+
 SMALLEST_NORMAL = 2.0**-14
 
 
@@ -19,11 +21,11 @@ class UnderflowWatch:
         self.watched: Collection[int] = ()
         self._share: Any = None
 
-    def watch(self, variables: Sequence[Any]) -> None:
+    def watch(self, variables: Variables) -> None:
         """Watches the gradients by these variables, from this step (or trace) on."""
         self.watched, self._share = {id(v) for v in variables}, None
 
-    def look(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def look(self, grads: Gradients, variables: Variables) -> None:
         """Looks at the scaled gradients of a step."""
         pairs = zip(grads, variables, strict=True)
         seen = [g for g, v in pairs if g is not None and id(v) in self.watched]
@@ -36,7 +38,7 @@ class UnderflowWatch:
         return share
 
 
-def subnormal_share(grads: Sequence[Any]) -> Any:
+def subnormal_share(grads: Sequence[Tensor]) -> Any:
     """The share of the nonzero elements that are below float16's normal numbers.
 
     They lose bits, and below 2^-25 all of them. An element that became 0 cannot be told

@@ -21,6 +21,7 @@ from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import records
 from keras_mp.rounding import lost
 from keras_mp.rounding.optimizer import parts_of
+from keras_mp.types import Optimizer, Tensor
 
 # Optimizer -> how many layers were known at the last look at it; None: leave it alone.
 _seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -28,13 +29,13 @@ _seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _thread = threading.local()
 
 
-def leave_alone(optimizer: Any) -> None:
+def leave_alone(optimizer: Optimizer) -> None:
     """Never warns of an optimizer: it is scaled, or the user wants no scale."""
     for part in parts_of(optimizer):
         _seen[part] = None
 
 
-def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
+def look(optimizer: Optimizer, variables: Sequence[Any] | None) -> None:
     """Warns once of an optimizer that is about to update weights of float16 layers.
 
     Args:
@@ -114,7 +115,7 @@ def wrap_apply(original: Callable) -> Callable:
 def wrap_scale_loss(original: Callable) -> Callable:
     """Wraps how Keras' own scaler scales."""
 
-    def scale_loss(self: Any, loss: Any) -> Any:
+    def scale_loss(self: Any, loss: Tensor) -> Any:
         leave_alone(self.inner_optimizer)
         return original(self, loss)
 

@@ -17,12 +17,13 @@ from keras_mp.policies import heads
 from keras_mp.policies.layers import is_graph
 from keras_mp.rounding.holders import wrapped
 from keras_mp.rounding.models import rounded, rounds_weights
+from keras_mp.types import Model, Optimizer, Tensor
 
 # The wrapper that a model had, which comes back with its float16 layers.
 _wrappers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def computes_in_float16(model: Any) -> bool:
+def computes_in_float16(model: Model) -> bool:
     """Does any layer of the model compute in float16?
 
     The layers decide, never a policy's name. A Functional or Sequential model computes
@@ -35,7 +36,7 @@ def computes_in_float16(model: Any) -> bool:
     )
 
 
-def watched_for_underflow(model: Any) -> list[Any]:
+def watched_for_underflow(model: Model) -> list[Any]:
     """The variables of float16 layers, if a monitor asks for underflowing gradients."""
     if monitored.get(model) != UNDERFLOW:
         return []
@@ -46,7 +47,7 @@ def watched_for_underflow(model: Any) -> list[Any]:
 def losses_in_float32(losses: Any) -> Any:
     """The losses that a layer adds, in float32: TensorFlow sums no mixed dtypes."""
 
-    def cast(loss: Any) -> Any:
+    def cast(loss: Tensor) -> Any:
         is_half = getattr(loss, "dtype", None) is not None and (
             keras.backend.standardize_dtype(loss.dtype) in HALF
         )
@@ -55,7 +56,7 @@ def losses_in_float32(losses: Any) -> Any:
     return keras.tree.map_structure(cast, losses)
 
 
-def wrap_optimizers(model: Any) -> None:
+def wrap_optimizers(model: Model) -> None:
     """Wraps the model's optimizers in the wrappers that they need and do not have yet.
 
     Rounds bfloat16 weights stochastically and, around that, scales the float16 loss.
@@ -87,7 +88,7 @@ def wrap_optimizers(model: Any) -> None:
     )
 
 
-def _wrap(model: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+def _wrap(model: Model, name: str, wrap: Callable[[Any], Any]) -> None:
     optimizer = getattr(model, name)
     with engine.optimizer_scope(model):
         wrapper = wrap(optimizer)
@@ -98,11 +99,11 @@ def _wrap(model: Any, name: str, wrap: Callable[[Any], Any]) -> None:
             private.compile_config(model)["optimizer"] = wrapper
 
 
-def _scaled(optimizer: Any) -> LossScaleOptimizer:
+def _scaled(optimizer: Optimizer) -> LossScaleOptimizer:
     return wrapped(optimizer, LossScaleOptimizer)
 
 
-def rescale_optimizer(model: Any) -> None:
+def rescale_optimizer(model: Model) -> None:
     """Adds or removes loss scaling after a compiled model's layers changed precision.
 
     The inner optimizer keeps its state. If loss scaling comes back, so does the same
@@ -122,7 +123,7 @@ def rescale_optimizer(model: Any) -> None:
         _wrappers.pop(model, None)
 
 
-def _needs_scaling(model: Any, optimizer: Any) -> bool:
+def _needs_scaling(model: Model, optimizer: Optimizer) -> bool:
     return (
         isinstance(optimizer, keras.optimizers.Optimizer)
         and not _scales(optimizer)
@@ -130,21 +131,21 @@ def _needs_scaling(model: Any, optimizer: Any) -> bool:
     )
 
 
-def _scales(optimizer: Any) -> bool:
+def _scales(optimizer: Optimizer) -> bool:
     scaler = keras.optimizers.LossScaleOptimizer
     return isinstance(optimizer, scaler) or (
         getattr(optimizer, "loss_scale_factor", None) is not None
     )
 
 
-def _set_optimizer(model: Any, name: str, optimizer: Any) -> None:
+def _set_optimizer(model: Model, name: str, optimizer: Optimizer) -> None:
     private.untracked(setattr)(model, name, optimizer)
 
 
 def wrap_add_loss(original: Callable) -> Callable:
     """Wraps the method by which layers add losses."""
 
-    def add_loss(self: Any, loss: Any) -> Any:
+    def add_loss(self: Any, loss: Tensor) -> Any:
         return original(self, losses_in_float32(loss))
 
     return add_loss

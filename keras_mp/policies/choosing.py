@@ -48,12 +48,13 @@ from keras_mp.policies.stock_rules import (
     STORED,
 )
 from keras_mp.policies.weights import bring_to, has_large
+from keras_mp.types import Layer, Model
 
 # Prefix of a layer's path in a file's map: the layer and all its parts are in float32.
 FLOAT32_IN_FILES = "keras_mp/"
 
 
-def decision_for(layer: Any) -> Decision | None:
+def decision_for(layer: Layer) -> Decision | None:
     """The decision for `layer`; None if there is none, or the user has overruled it."""
     record = records.get(id(layer))
     decision = record.decision if record else None
@@ -62,13 +63,13 @@ def decision_for(layer: Any) -> Decision | None:
     return None
 
 
-def chooser_for(layer: Any) -> ChoosingPolicy | None:
+def chooser_for(layer: Layer) -> ChoosingPolicy | None:
     """The `ChoosingPolicy` that has decided, or will decide, for `layer`, if any."""
     decision = decision_for(layer)
     return (decision and decision.chooser) or chooser_of(policy_of(layer))
 
 
-def choose_by_class(layer: Any) -> None:
+def choose_by_class(layer: Layer) -> None:
     """Keeps a new layer in float32 if a rule about its class says so.
 
     Some layers use their policy before their first call: to adapt to data.
@@ -82,7 +83,7 @@ def choose_by_class(layer: Any) -> None:
                 return
 
 
-def choose_policy(layer: Any) -> None:
+def choose_policy(layer: Layer) -> None:
     """Lets a `ChoosingPolicy` choose the layer's own, before its first call."""
     if has_map(layer):
         _choose_by_map(layer)
@@ -108,7 +109,7 @@ def choose_policy(layer: Any) -> None:
         choose_policy(part)  # It may have no first call of its own.
 
 
-def _choose_by_map(layer: Any) -> None:
+def _choose_by_map(layer: Layer) -> None:
     path = keras_path(layer)
     if FLOAT32_IN_FILES + path in layer.dtype_policy:
         # The map has no entries for the parts of this layer that have no path.
@@ -120,7 +121,7 @@ def _choose_by_map(layer: Any) -> None:
         private.set_path(layer, path)
 
 
-def choose_by_path(model: Any) -> list[Any]:
+def choose_by_path(model: Model) -> list[Any]:
     """Lets policies choose again that go by paths, once these are known.
 
     A block is called before the model exists that it becomes part of.
@@ -142,7 +143,7 @@ def choose_by_path(model: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def first_call(layer: Any) -> Iterator[None]:
+def first_call(layer: Layer) -> Iterator[None]:
     """Gives the layers that `layer` creates in its first call the policy of `layer`."""
     decision = decision_for(layer)
     if decision is None or layer.built:
@@ -161,7 +162,7 @@ def first_call(layer: Any) -> Iterator[None]:
         private.set_policy_of_thread(as_stock(before))
 
 
-def make_head(layer: Any) -> bool:
+def make_head(layer: Layer) -> bool:
     """Turns an output layer to float32, unless the user chose its policy.
 
     Returns:
@@ -183,12 +184,12 @@ def make_head(layer: Any) -> bool:
     return True
 
 
-def output_rule(layer: Any) -> Rule:
+def output_rule(layer: Layer) -> Rule:
     """In a layer made of layers, only what it does with their results is float32."""
     return OUTPUT_ALONE if is_composite(layer) else OUTPUT
 
 
-def unmake_head(layer: Any) -> bool:
+def unmake_head(layer: Layer) -> bool:
     """Undoes `make_head`."""
     decision = decision_for(layer)
     if decision is None or not decision.head or decision.chooser is None:
@@ -203,12 +204,12 @@ def unmake_head(layer: Any) -> bool:
     return True
 
 
-def keep_in_float32(layer: Any, rule: Rule) -> None:
+def keep_in_float32(layer: Layer, rule: Rule) -> None:
     """Turns a layer and what it holds to float32."""
     _carry_out(layer, Decision(FLOAT32, rule, chooser_for(layer)))
 
 
-def keep_own_call_in_float32(model: Any) -> None:
+def keep_own_call_in_float32(model: Model) -> None:
     """Turns what a model computes itself to float32, unless that was decided."""
     if decision_for(model) is None or is_half(policy_of(model)):
         chooser = chooser_for(model)
@@ -216,7 +217,7 @@ def keep_own_call_in_float32(model: Any) -> None:
         record_of(model).decision = Decision(FLOAT32, MIXES_DTYPES_ALONE, chooser)
 
 
-def _carry_out(layer: Any, decision: Decision) -> None:
+def _carry_out(layer: Layer, decision: Decision) -> None:
     before = policy_of(layer)
     _set(layer, decision)
     if not (decision.includes_children or isinstance(layer, OPAQUE)):
@@ -233,7 +234,7 @@ def _carry_out(layer: Any, decision: Decision) -> None:
             _set(child, decision, decision.head and has_large(layer))
 
 
-def _pass_on(layer: Any, chooser: ChoosingPolicy, copied: bool = False) -> None:
+def _pass_on(layer: Layer, chooser: ChoosingPolicy, copied: bool = False) -> None:
     """Gives the policy of a layer to the layers that it holds, which Keras does not."""
     children = children_of(layer)
     if not children or chooser is keras.config.dtype_policy():
@@ -249,7 +250,7 @@ def _has_bfloat16_weights(chooser: ChoosingPolicy) -> bool:
     return bool(chooser.variable_dtype == BFLOAT16)
 
 
-def _set(layer: Any, decision: Decision, large: bool | None = None) -> None:
+def _set(layer: Layer, decision: Decision, large: bool | None = None) -> None:
     """Gives a layer what was decided for it.
 
     Args:

@@ -22,6 +22,7 @@ from keras_mp.policies.policy import FLOAT32, Decision
 from keras_mp.policies.record import record_of, records
 from keras_mp.policies.weights import bring_to, has_bfloat16, has_large
 from keras_mp.repairs.products import HalfOperands, half_operands
+from keras_mp.types import Layer, Model
 
 # The metrics, as `compile` takes them, that only read which logit is the largest.
 _OF_CLASSES = (
@@ -38,7 +39,7 @@ IN_FILES = "keras_mp_heads"
 IN_BFLOAT16 = "keras_mp_bfloat16_heads"  # The heads with a bfloat16 kernel.
 
 
-def is_head(layer: Any) -> bool:
+def is_head(layer: Layer) -> bool:
     decision = decision_for(layer)
     return decision is not None and decision.head
 
@@ -68,7 +69,7 @@ def call(head: Any, inputs: Any, original: Callable[[], Any]) -> Any:
         return original()
 
 
-def reading_of_logits(layer: Any) -> tuple[str, bool]:
+def reading_of_logits(layer: Layer) -> tuple[str, bool]:
     """`logits` and `classes` of the `HalfOperands` of a head."""
     decision: Any = decision_for(layer)
     read = records[id(layer)].metrics_read
@@ -79,7 +80,7 @@ def reading_of_logits(layer: Any) -> tuple[str, bool]:
     return "whole" if read == "logits" else "in chunks", read == "classes"
 
 
-def operands_dtype(layer: Any, inputs: Any) -> str | None:
+def operands_dtype(layer: Layer, inputs: Any) -> str | None:
     """The dtype of the operands of a layer's products; None for its own."""
     if not (is_head(layer) and has_large(layer)):
         return None
@@ -91,7 +92,7 @@ def operands_dtype(layer: Any, inputs: Any) -> str | None:
     return next((dtype for dtype in HALF if dtype in dtypes), None)
 
 
-def with_heads(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+def with_heads(model: Model, config: dict[str, Any]) -> dict[str, Any]:
     """A compile config for a file, with the places of the large heads in the model.
 
     Layers are stored with a stock float32 policy, whoever chose it. Keras ignores these
@@ -128,7 +129,7 @@ def from_file(config: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> 
     return optimizer
 
 
-def find_heads(model: Any, stored: dict[str, Any]) -> None:
+def find_heads(model: Model, stored: dict[str, Any]) -> None:
     """Makes heads of the layers that were heads when the model was saved.
 
     Args:
@@ -144,7 +145,7 @@ def find_heads(model: Any, stored: dict[str, Any]) -> None:
                     bring_to("float32", part, large=BFLOAT16)
 
 
-def note_readers(layers: list[Any], scaled: bool, metrics: Any) -> None:
+def note_readers(layers: list[Layer], scaled: bool, metrics: Any) -> None:
     """Remembers for each head among layers what its model was compiled with.
 
     Args:

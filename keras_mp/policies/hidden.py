@@ -19,6 +19,7 @@ from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.policies import returned
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.record import record_of
+from keras_mp.types import Layer, Model
 
 # Each thread sets and removes its own entry alone.
 # By thread: what makes the results that the outermost call may hand out, layers and
@@ -40,7 +41,7 @@ def passed_on(makers: dict[int | None, set[int]]) -> Iterator[None]:
         within.pop(thread, None)
 
 
-def note_makers(model: Any) -> None:
+def note_makers(model: Model) -> None:
     """Remembers what makes the outputs that a model may hand out; see `within`.
 
     A model without a graph shows it in its first call.
@@ -75,7 +76,7 @@ def _in_graph(graph: Any) -> dict[int | None, set[int]]:
     return found
 
 
-def makes_output(layer: Any) -> bool:
+def makes_output(layer: Layer) -> bool:
     """May the outermost call hand out what this layer returns, outside of graphs?"""
     thread = threading.get_ident()
     if isinstance(layer, keras.Model) or not engine.differentiates_in_outputs:

@@ -14,9 +14,10 @@ import keras_mp.keras_private as private
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32, is_half
 from keras_mp.policies.record import record_of, records
+from keras_mp.types import Layer, Model
 
 
-def keep_input_dtypes(layer: Any) -> None:
+def keep_input_dtypes(layer: Layer) -> None:
     """Turns off Keras' cast of the inputs in a half-precision model without a graph."""
     if isinstance(layer, keras.Model) and not isinstance(layer, private.Functional):
         half = is_half(policy_of(layer))
@@ -35,7 +36,7 @@ def give_back() -> None:
             setattr(layer, private.CONVERT_INPUTS, True)
 
 
-def keeps_input_dtypes(layer: Any) -> bool:
+def keeps_input_dtypes(layer: Layer) -> bool:
     """Was Keras' cast of the inputs turned off for this layer?"""
     record = records.get(id(layer))
     return record is not None and record.keeps_input_dtypes
@@ -59,7 +60,7 @@ def _tensor(x: Any) -> Any:
     return cast
 
 
-def put_float32_input(model: Any, input_shape: Any) -> None:
+def put_float32_input(model: Model, input_shape: Any) -> None:
     """Gives a Sequential model the Input that Keras would, but in float32."""
     layers = private.sequential_layers(model)
     first = layers[0] if layers else None

@@ -20,9 +20,10 @@ from keras_mp.messages import warn
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision
+from keras_mp.types import Layer
 
 
-def look(layer: Any, arguments: Any, call: Callable[[], Any]) -> None:
+def look(layer: Layer, arguments: Any, call: Callable[[], Any]) -> None:
     """Warns if a layer casts whole numbers to integers that were others before.
 
     Args:

@@ -11,16 +11,17 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.leaves import leaves
 from keras_mp.policies.record import record_of, records
+from keras_mp.types import Layer
 
 layers = keras.layers
 
 
-def is_graph(layer: Any) -> bool:
+def is_graph(layer: Layer) -> bool:
     """Is the layer a Sequential or Functional model, which computes nothing itself?"""
     return isinstance(layer, (keras.Sequential, private.Functional))
 
 
-def users_code(layer: Any) -> str:
+def users_code(layer: Layer) -> str:
     """What of the user's a layer runs: its "`call`", a "function"; empty if nothing.
 
     Keras' own layers run the functions and the cells that they are given.
@@ -44,13 +45,13 @@ def _is_of_keras(x: Any) -> bool:
     return (getattr(x, "__module__", None) or "").split(".")[0] == "keras"
 
 
-def children_of(layer: Any) -> list[Any]:
+def children_of(layer: Layer) -> list[Any]:
     """The layers that a layer holds, not those that they hold in turn."""
     children = private.layers_in(layer, itself=False, nested=False)
     return [child for child in children if not isinstance(child, layers.InputLayer)]
 
 
-def parts_of(layer: Any) -> list[Any]:
+def parts_of(layer: Layer) -> list[Any]:
     """The layers whose precision a wrapper shares, because it computes inside them."""
     if not isinstance(layer, _SHARING):
         return []
@@ -74,7 +75,7 @@ _SHARING = (
 )
 
 
-def is_composite(layer: Any) -> bool:
+def is_composite(layer: Layer) -> bool:
     """Is it made of layers, and more than a wrapper or a layer with a layer activation?
 
     Its own `call` decides what it computes.
@@ -83,7 +84,7 @@ def is_composite(layer: Any) -> bool:
     return any(child not in own for child in children_of(layer))
 
 
-def keras_path(layer: Any) -> str:
+def keras_path(layer: Layer) -> str:
     """The path by which a map of policies knows a layer: Keras' own `path`.
 
     If Keras gives it none, where it was first called: Keras sets the path only after
@@ -99,7 +100,7 @@ def keras_path(layer: Any) -> str:
     return f"{scope}/{layer.name}" if scope else layer.name
 
 
-def has_activation(layer: Any, names: Collection[str]) -> bool:
+def has_activation(layer: Layer, names: Collection[str]) -> bool:
     """Has a layer an activation function of one of these names?
 
     A model or a layer made of layers has none of its own: its attribute `activation`
@@ -119,12 +120,12 @@ def has_activation(layer: Any, names: Collection[str]) -> bool:
     return found and not (isinstance(layer, keras.Model) or is_composite(layer))
 
 
-def takes_training(layer: Any) -> bool:
+def takes_training(layer: Layer) -> bool:
     """Does a layer's `call` have the argument `training`?"""
     return "training" in inspect.signature(layer.call).parameters
 
 
-def note_call(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def note_call(layer: Layer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Remembers where and with what a layer was first called, for those who ask."""
     record = record_of(layer)
     record.keras_path = keras_path(layer)
@@ -143,7 +144,7 @@ def ran_on_values(result: Any) -> bool:
     return not (symbolic or engine.only_shapes() or engine.is_tracing())
 
 
-def called_with(layer: Any) -> tuple[tuple, dict[str, Any]] | None:
+def called_with(layer: Layer) -> tuple[tuple, dict[str, Any]] | None:
     """What a layer that runs code of the user's was first called with.
 
     Arrays and tensors are symbolic tensors in it.
@@ -160,19 +161,19 @@ def _symbolic(argument: Any) -> Any:
         return argument  # No array, or a tensor of unknown rank.
 
 
-def input_shape(layer: Any) -> tuple[int | None, ...]:
+def input_shape(layer: Layer) -> tuple[int | None, ...]:
     """The shape of a layer's first input; empty while it is not known."""
     first = first_input(layer)
     return () if first is None else first.shape
 
 
-def first_input(layer: Any) -> keras.KerasTensor | None:
+def first_input(layer: Layer) -> keras.KerasTensor | None:
     """What a layer was first called with, its first input, as a symbolic tensor."""
     record = records.get(id(layer))
     return record.first_input if record else None
 
 
-def policy_of(layer: Any) -> Any:
+def policy_of(layer: Layer) -> Any:
     """The policy that a layer computes under; in a map, the entry for its path."""
     policy: Any = getattr(layer, "dtype_policy", None)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
@@ -180,12 +181,12 @@ def policy_of(layer: Any) -> Any:
     return policy
 
 
-def has_map(layer: Any) -> bool:
+def has_map(layer: Layer) -> bool:
     policy = getattr(layer, "dtype_policy", None)
     return isinstance(policy, keras.dtype_policies.DTypePolicyMap)
 
 
-def has_default_policy(child: Any, copied: bool) -> bool:
+def has_default_policy(child: Layer, copied: bool) -> bool:
     """Does a layer inside another have the global policy because nobody chose one?
 
     `copied`: its policy is a copy, equal to the global one and not the same object.
@@ -194,6 +195,6 @@ def has_default_policy(child: Any, copied: bool) -> bool:
     return policy == default if copied else policy is default
 
 
-def copies_children(layer: Any) -> bool:
+def copies_children(layer: Layer) -> bool:
     """Does a layer copy the layers that it is given, from their configs?"""
     return isinstance(layer, keras.layers.Bidirectional)

@@ -22,16 +22,17 @@ from keras_mp.policies import mixed_dtypes, own_calls
 from keras_mp.policies.layers import called_with, takes_training
 from keras_mp.policies.outputs import note_changed
 from keras_mp.policies.record import Precision
+from keras_mp.types import Layer, Model
 
 _OPEN = 4  # The size of an axis of which none is known.
 
 
-def suspects(model: Any) -> list[Any]:
+def suspects(model: Model) -> list[Any]:
     """The layers of the user's that compute in half precision, those inside first."""
     return [layer for layer in reversed(private.layers_in(model)) if _may_miss(layer)]
 
 
-def mended(model: Any, error: Exception) -> bool:
+def mended(model: Model, error: Exception) -> bool:
     """Keeps in float32 what makes the steps of a model fail for its dtypes, if found.
 
     Its variables must have their values.
@@ -41,7 +42,7 @@ def mended(model: Any, error: Exception) -> bool:
     return any(_kept(model, layer) for layer in suspects(model))
 
 
-def _may_miss(layer: Any) -> bool:
+def _may_miss(layer: Layer) -> bool:
     if isinstance(layer, keras.Model):
         return own_calls.may_be_kept(layer)
     # A weight in bfloat16 has slots by now, and cannot become another one.
@@ -49,7 +50,7 @@ def _may_miss(layer: Any) -> bool:
     return mixed_dtypes.may_be_kept(layer) and BFLOAT16 not in stored
 
 
-def _kept(model: Any, layer: Any) -> bool:
+def _kept(model: Model, layer: Layer) -> bool:
     before = Precision(private.layers_in(layer))
     ours = own_calls if isinstance(layer, keras.Model) else mixed_dtypes
     mends = False
@@ -69,7 +70,7 @@ def _kept(model: Any, layer: Any) -> bool:
     return mends
 
 
-def _fails(layer: Any) -> bool:
+def _fails(layer: Layer) -> bool:
     """Does a layer fail alone for its dtypes, forward or backward?"""
     call = called_with(layer)
     if call is None:

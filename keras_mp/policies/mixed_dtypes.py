@@ -27,6 +27,7 @@ from keras_mp.policies.layers import policy_of, users_code
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision, records
 from keras_mp.policies.stock_rules import MIXES_DTYPES
+from keras_mp.types import Layer
 
 # TensorFlow calls them DT_HALF and DT_BFLOAT16.
 _OF_DTYPES = re.compile(
@@ -41,7 +42,7 @@ _ADDED_BY_KERAS = "Arguments received by"
 _thread = threading.local()
 
 
-def first_result(layer: Any, call: Callable[[], Any]) -> Any:
+def first_result(layer: Layer, call: Callable[[], Any]) -> Any:
     """What a layer's first call returns.
 
     If a `ChoosingPolicy` gave half precision to a layer that runs code of the user's,
@@ -98,12 +99,12 @@ def _telling() -> Iterator[list[Any]]:
             tell(layer)
 
 
-def keep(layer: Any) -> None:
+def keep(layer: Layer) -> None:
     """Turns a layer that mixes dtypes to float32."""
     keep_in_float32(layer, MIXES_DTYPES)
 
 
-def tell(layer: Any) -> None:
+def tell(layer: Layer) -> None:
     """Warns that this was done."""
     warn(
         f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
@@ -112,7 +113,7 @@ def tell(layer: Any) -> None:
     )
 
 
-def may_be_kept(layer: Any) -> bool:
+def may_be_kept(layer: Layer) -> bool:
     """Does it run code of the user's in half precision, by a `ChoosingPolicy`?"""
     decision = decision_for(layer)
     return (
@@ -148,12 +149,12 @@ def _reasons(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _has_state(layer: Any) -> bool:
+def _has_state(layer: Layer) -> bool:
     """May the call have changed something? Seeds do not count: any draw is as good."""
     return bool(layer.non_trainable_weights or layer.losses or layer.metrics)
 
 
-def _note(layer: Any) -> str:
+def _note(layer: Layer) -> str:
     return (
         f"{layer_path(layer)} computes in {policy_of(layer).compute_dtype}. If its "
         f"{users_code(layer)} mixes dtypes, cast there, `ops.cast(y, x.dtype)`, or "
@@ -161,7 +162,7 @@ def _note(layer: Any) -> str:
     )
 
 
-def _declaration(layer: Any) -> str:
+def _declaration(layer: Layer) -> str:
     """How to keep the layer in float32; its class may be Keras' own."""
     name = type(layer).__name__
     if users_code(layer) == "`call`":

@@ -25,13 +25,14 @@ from keras_mp.policies.choosing import (
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
 from keras_mp.policies.paths import name_layers
 from keras_mp.policies.policy import chooser_of
+from keras_mp.types import Layer, Model, Tensor
 
 # The compiled models with a graph, each with the ids of the layers that none of its
 # losses reads.
 _hidden: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def note_compiled(model: Any) -> None:
+def note_compiled(model: Model) -> None:
     """Decides again which layers of a model that was just compiled are its heads.
 
     A head is a layer that a loss reads, unless another compiled model has it in its
@@ -51,7 +52,7 @@ def note_compiled(model: Any) -> None:
         _follow(model, {id(layer) for layer in changed})
 
 
-def note_first_call(layer: Any, arguments: Any) -> None:
+def note_first_call(layer: Layer, arguments: Any) -> None:
     """Names the layers within a layer, or model, that nothing else is calling."""
     becomes_part = isinstance(next(leaves(arguments), None), keras.KerasTensor)
     name_layers(layer, within_another=becomes_part)
@@ -59,14 +60,14 @@ def note_first_call(layer: Any, arguments: Any) -> None:
         symbolic.refresh(layer, changed)
 
 
-def note_changed(model: Any, layers: list[Any]) -> None:
+def note_changed(model: Model, layers: list[Layer]) -> None:
     """Takes notice that layers of a model compute in another precision than before."""
     symbolic.refresh(model, layers)
     symbolic.forget_traces(model)
     _follow(model, set(map(id, layers)))
 
 
-def _follow(model: Any, changed: set[int]) -> None:
+def _follow(model: Model, changed: set[int]) -> None:
     """Lets other compiled models know that layers of theirs have changed."""
     for other in _others(model):
         theirs = [x for x in private.layers_in(other) if id(x) in changed]
@@ -75,13 +76,13 @@ def _follow(model: Any, changed: set[int]) -> None:
             symbolic.forget_traces(other)
 
 
-def _others(model: Any) -> list[Any]:
+def _others(model: Model) -> list[Any]:
     """The other compiled models. `keyrefs` copies at once: threads compile, too."""
     found = [reference() for reference in _hidden.keyrefs()]
     return [other for other in found if other is not None and other is not model]
 
 
-def keep_outputs_in_float32(model: Any) -> list[Any]:
+def keep_outputs_in_float32(model: Model) -> list[Any]:
     """Turns the output layers of a model to float32; without a graph, once called.
 
     Only layers for which a `ChoosingPolicy` has decided: what the user said explicitly
@@ -96,7 +97,7 @@ def keep_outputs_in_float32(model: Any) -> list[Any]:
     return _in_float32(model, _output_layers(model))
 
 
-def _in_float32(model: Any, outputs: Iterable[Any]) -> list[Any]:
+def _in_float32(model: Model, outputs: Iterable[Any]) -> list[Any]:
     hidden = {i for other in _others(model) for i in _hidden.get(other, ())}
     return [
         layer
@@ -108,7 +109,7 @@ def _in_float32(model: Any, outputs: Iterable[Any]) -> list[Any]:
 
 
 def in_float32(
-    model: Any,
+    model: Model,
     outputs: Any,
     is_half: Callable = is_half_tensor,
     cast: Callable = hidden.in_float32,
@@ -135,12 +136,12 @@ def in_float32(
     return keras.tree.pack_sequence_as(outputs, wide)
 
 
-def specs_in_float32(model: Any, specs: Any) -> Any:
+def specs_in_float32(model: Model, specs: Any) -> Any:
     """The symbolic tensors that say what the outermost call of a model returns."""
     return in_float32(model, specs, symbolic.is_half, symbolic.copy_in_float32)
 
 
-def _makers(model: Any) -> list[Iterator[Any]]:
+def _makers(model: Model) -> list[Iterator[Any]]:
     """The layers that make each output of a model with a graph."""
     if not is_graph(model):
         return []
@@ -150,12 +151,12 @@ def _makers(model: Any) -> list[Iterator[Any]]:
     return [producers(tensor) for tensor in graph.outputs]
 
 
-def _users_choice(layer: Any) -> bool:
+def _users_choice(layer: Layer) -> bool:
     """Has the user, and no `ChoosingPolicy`, chosen what the layer computes in?"""
     return decision_for(layer) is None and chooser_of(policy_of(layer)) is None
 
 
-def _output_layers(model: Any) -> Iterator[Any]:
+def _output_layers(model: Model) -> Iterator[Any]:
     graph = symbolic.graph_of(model) if is_graph(model) else None
     if graph is not None:
         yield from _ends(graph, _read_by_losses(model, graph.output))
@@ -209,7 +210,7 @@ def _passes_values_on(operation: Any) -> bool:
     return not is_layer or not (operation.weights or is_composite(operation))
 
 
-def _read_by_losses(model: Any, outputs: Any) -> list[Any]:
+def _read_by_losses(model: Model, outputs: Any) -> list[Any]:
     """The outputs of a model, without those whose loss is None."""
     loss, flat = getattr(model, "loss", None), keras.tree.flatten(outputs)
     if isinstance(loss, dict) and isinstance(outputs, dict):
@@ -220,7 +221,7 @@ def _read_by_losses(model: Any, outputs: Any) -> list[Any]:
     return flat
 
 
-def producers(tensor: Any) -> Iterator[Any]:
+def producers(tensor: Tensor) -> Iterator[Any]:
     """The layers whose values make up a tensor, looking through plain operations."""
     operation, call = private.origin(tensor)
     if isinstance(operation, keras.layers.Layer):
@@ -230,7 +231,7 @@ def producers(tensor: Any) -> Iterator[Any]:
         yield from producers(argument)
 
 
-def _leaves(layer: Any) -> Iterator[Any]:
+def _leaves(layer: Layer) -> Iterator[Any]:
     if isinstance(layer, keras.layers.InputLayer):
         return
     if is_graph(layer):

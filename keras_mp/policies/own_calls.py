@@ -28,30 +28,31 @@ from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision, record_of, records
 from keras_mp.replaced import replaced
+from keras_mp.types import Layer, Model
 
 # The threads whose innermost call is that of such a model itself, not of a layer in it.
 under_way: set[int] = set()
 
 
-def mixes(layer: Any) -> bool:
+def mixes(layer: Layer) -> bool:
     """Is it a model that has been found to mix dtypes in its `call`?"""
     record = records.get(id(layer))
     return record is not None and record.mixes
 
 
-def may_be_kept(model: Any) -> bool:
+def may_be_kept(model: Model) -> bool:
     """Does a model compute in half precision itself because of us?"""
     return not is_graph(model) and not mixes(model) and _is_half(model)
 
 
-def keep(model: Any) -> None:
+def keep(model: Model) -> None:
     """Turns what a model computes itself to float32."""
     record_of(model).mixes = True
     keep_own_call_in_float32(model)
     inputs.keep_input_dtypes(model)
 
 
-def tell(model: Any) -> None:
+def tell(model: Model) -> None:
     """Warns that this was done."""
     warn(
         f"The `call` of {layer_path(model)} mixes dtypes: what it computes itself "
@@ -61,7 +62,7 @@ def tell(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def entered(layer: Any) -> Iterator[bool]:
+def entered(layer: Layer) -> Iterator[bool]:
     """Marks the call of a layer; yields whether such a model gets what it returns."""
     thread = threading.get_ident()
     outer, own = thread in under_way, mixes(layer)
@@ -85,7 +86,7 @@ def handed(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def mended(layer: Any) -> Iterator[None]:
+def mended(layer: Layer) -> Iterator[None]:
     """Lets the `call` of a model be made again if it mixes dtypes.
 
     It is `call` that is made again, for Keras also makes it alone: to build the model,
@@ -104,7 +105,7 @@ def mended(layer: Any) -> Iterator[None]:
 class _Mended:
     """The `call` of a model, made again if it mixes dtypes."""
 
-    def __init__(self, model: Any, call: Callable) -> None:
+    def __init__(self, model: Model, call: Callable) -> None:
         self._model, self._call = model, call
         functools.update_wrapper(self, call)
 
@@ -137,7 +138,7 @@ class _Mended:
             return self._call(*args, **kwargs)
 
 
-def state_of(model: Any) -> list[Any]:
+def state_of(model: Model) -> list[Any]:
     """What a call may change: no weights, frozen or not. For seeds any draw is good."""
     found = []
     for layer in private.layers_in(model):
@@ -147,7 +148,7 @@ def state_of(model: Any) -> list[Any]:
     return found
 
 
-def _is_half(model: Any) -> bool:
+def _is_half(model: Model) -> bool:
     """Do float32 inputs meet half precision in it because of us?"""
     return inputs.keeps_input_dtypes(model) or any(
         decision_for(layer) is not None and policy_of(layer).compute_dtype in HALF

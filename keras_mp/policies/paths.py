@@ -14,18 +14,19 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.policies.layers import keras_path
 from keras_mp.policies.record import record_of, records
+from keras_mp.types import Layer, Variable
 
 # Paths by the id of their variable; a variable has no hash.
 _variables: dict[int, tuple[weakref.ref, str]] = {}
 
 
-def layer_path(layer: Any) -> str:
+def layer_path(layer: Layer) -> str:
     """The path of a layer; Keras' own while no model that holds it has been called."""
     record = records.get(id(layer))
     return (record and record.path) or keras_path(layer)
 
 
-def variable_path(variable: Any) -> str:
+def variable_path(variable: Variable) -> str:
     """The path of a variable: its layer's and its own name; a native one's name."""
     found = _variables.get(id(variable))
     return found[1] if found else getattr(variable, "path", variable.name)
@@ -49,7 +50,7 @@ def name_layers(whole: Any, within_another: bool = False) -> None:
     _name_parts(whole, "" if is_outermost else f"{whole.name}/", {id(whole)})
 
 
-def _name_parts(layer: Any, before: str, seen: set[int]) -> None:
+def _name_parts(layer: Layer, before: str, seen: set[int]) -> None:
     for variable in private.own_variables(layer):
         key, own = id(variable), before + variable.name
         if _variables.get(key, (None, None))[1] != own:

@@ -22,6 +22,7 @@ from keras_mp.policies.stock_rules import (
     rules_about,
     rules_with,
 )
+from keras_mp.types import Layer
 
 # Layers whose inner softmax belongs to a product of their own: their children take
 # the layer's policy unchanged.
@@ -103,11 +104,11 @@ class ChoosingPolicy(keras.DTypePolicy):
     def _note_paths(self) -> None:
         ChoosingPolicy.paths_matter |= self.goes_by_path
 
-    def for_layer(self, layer: Any) -> keras.DTypePolicy:
+    def for_layer(self, layer: Layer) -> keras.DTypePolicy:
         """Returns the stock Keras policy that `layer` computes under."""
         return self.decide(layer)[0]
 
-    def decide(self, layer: Any) -> "Decision":
+    def decide(self, layer: Layer) -> "Decision":
         """Returns `for_layer`'s policy and the rule behind it, None for half."""
         rule = self._rule_for(layer)
         if rule is not None:
@@ -116,7 +117,7 @@ class ChoosingPolicy(keras.DTypePolicy):
             return Decision(keras.DTypePolicy(self._policy_name), None, self)
         return Decision(keras.DTypePolicy(self.name), None)
 
-    def _rule_for(self, layer: Any, copied: bool = False) -> Rule | None:
+    def _rule_for(self, layer: Layer, copied: bool = False) -> Rule | None:
         for rule in self.rules_about(type(layer)):
             if rule.holds(layer):
                 self._matched.add(rule.name)
@@ -130,7 +131,7 @@ class ChoosingPolicy(keras.DTypePolicy):
                 return of_part
         return None
 
-    def unmatched_patterns(self, layers: Iterable[Any]) -> list[str]:
+    def unmatched_patterns(self, layers: Iterable[Layer]) -> list[str]:
         """The regular expressions of `float32` that match none of these layers.
 
         Those that matched a layer before are left out: a policy may serve many models.

@@ -13,12 +13,13 @@ from keras_mp.policies.choosing import decision_for
 from keras_mp.policies.layers import policy_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import chooser_of, policies_in, was_asked_for
+from keras_mp.types import Layer, Model
 
 # The models that were warned about, or need no warning.
 _examined: weakref.WeakSet = weakref.WeakSet()
 
 
-def warn_of_unreached(model: Any) -> bool:
+def warn_of_unreached(model: Model) -> bool:
     """Warns once of the policies that reach no layer of a model, when it is built.
 
     Returns:
@@ -31,7 +32,7 @@ def warn_of_unreached(model: Any) -> bool:
     return model in _examined
 
 
-def warn_of_unmatched(model: Any, policy: Any) -> None:
+def warn_of_unmatched(model: Model, policy: Any) -> None:
     """Warns of the patterns of a policy, or of a map of them, that match no layer.
 
     For `convert`: its model may have been examined already, under another policy. If it
@@ -46,7 +47,7 @@ def warn_of_unmatched(model: Any, policy: Any) -> None:
         warn(f"{path} {sentence} {remedy}")
 
 
-def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
+def unreached(model: Model) -> Iterator[tuple[str, str, str]]:
     """Policies that reach no layer of a built model: path, sentence and remedy each."""
     layers = private.layers_in(model)
     if _is_late(model, layers):
@@ -65,7 +66,7 @@ def unreached(model: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _unmatched(
-    model: Any, layers: list[Any], choosers: Iterable[Any]
+    model: Model, layers: list[Layer], choosers: Iterable[Any]
 ) -> Iterator[tuple[str, str, str]]:
     """The patterns of policies that match no layer of a model, as `unreached` does."""
     for policy in {id(chooser): chooser for chooser in choosers if chooser}.values():
@@ -83,7 +84,7 @@ def _unmatched(
             )
 
 
-def _is_late(model: Any, layers: list[Any]) -> bool:
+def _is_late(model: Model, layers: list[Layer]) -> bool:
     """Is a model in float32 by Keras' default, although the global policy is ours now?
 
     Layers that nobody gave a policy share one object with their model.

@@ -12,6 +12,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
+from keras_mp.types import Layer
 
 # The layer's own attributes that a change of precision, or a call under another, sets.
 _OWN = (private.DTYPE_POLICY, private.CONVERT_INPUTS)
@@ -62,7 +63,7 @@ class Record:
 
     __slots__ = ("layer", *_REMEMBERED)
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Layer) -> None:
         # By id, not in a WeakKeyDictionary: every call of a layer looks here, and
         # `dict.get` runs no Python code.
         key = id(layer)
@@ -88,7 +89,7 @@ class Record:
 records: dict[int, Record] = {}
 
 
-def record_of(layer: Any) -> Record:
+def record_of(layer: Layer) -> Record:
     """The record of a layer, created if there is none."""
     record = records.get(id(layer))
     if record is None:
@@ -99,7 +100,7 @@ def record_of(layer: Any) -> Record:
 class Precision:
     """The precision of layers, so that it can be restored."""
 
-    def __init__(self, layers: Iterable[Any]) -> None:
+    def __init__(self, layers: Iterable[Layer]) -> None:
         self._before = []
         self._dtypes = []
         for layer in layers:

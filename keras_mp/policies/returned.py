@@ -14,6 +14,7 @@ import keras
 from keras_mp.policies import symbolic
 from keras_mp.policies.layers import is_graph
 from keras_mp.policies.record import record_of, records
+from keras_mp.types import Layer, Model
 
 # By thread: the tensors that layers have returned within such a call, and the layers.
 # The references are weak, because a call makes many tensors.
@@ -21,7 +22,7 @@ watched: dict[int, list[tuple[Any, Any]]] = {}
 
 
 @contextlib.contextmanager
-def watching(model: Any) -> Iterator[None]:
+def watching(model: Model) -> Iterator[None]:
     """Watches the first call of a model, the outermost: `note` what each call returns.
 
     A graph shows which layers make what it returns.
@@ -37,7 +38,7 @@ def watching(model: Any) -> Iterator[None]:
         watched.pop(thread, None)
 
 
-def note(layer: Any, result: Any, first_of_all: bool) -> None:
+def note(layer: Layer, result: Any, first_of_all: bool) -> None:
     """Notes what a layer, or a model in its outermost first call, has returned."""
     made = watched.get(threading.get_ident())
     if made is None:
@@ -51,7 +52,7 @@ def note(layer: Any, result: Any, first_of_all: bool) -> None:
                 made.append((weakref.ref(tensor), maker))
 
 
-def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None:
+def _note_outputs(model: Model, made: list[tuple[Any, Any]], outputs: Any) -> None:
     # If a layer passes a tensor on, the layer that made it has returned earlier.
     found = keras.tree.map_structure(
         lambda output: next((maker for x, maker in made if x() is output), None),
@@ -63,14 +64,14 @@ def _note_outputs(model: Any, made: list[tuple[Any, Any]], outputs: Any) -> None
         record.returned, record.makers = found, None
 
 
-def makers_of(model: Any) -> Any:
+def makers_of(model: Model) -> Any:
     """The layer that makes each output, or None; only None if they are not known."""
     record = records.get(id(model))
     returned = record.returned if record else None
     return keras.tree.map_structure(lambda layer: layer and layer(), returned)
 
 
-def makers_in(layer: Any, node: Any) -> Any:
+def makers_in(layer: Layer, node: Any) -> Any:
     """The same for a layer that a graph calls, found by calling it as `node` does."""
     if makers_of(layer) is None:
         with contextlib.suppress(symbolic.SymbolicCallError):
@@ -81,7 +82,7 @@ def makers_in(layer: Any, node: Any) -> Any:
 class Watched(keras.Operation):
     """A call of a layer that notes what it returns."""
 
-    def __init__(self, name: str, layer: Any) -> None:
+    def __init__(self, name: str, layer: Layer) -> None:
         super().__init__(name=name)
         self.layer = layer
 

@@ -11,11 +11,12 @@ import keras
 from keras_mp.policies.layers import keras_path
 from keras_mp.policies.paths import layer_path
 from keras_mp.tables import Table
+from keras_mp.types import Layer
 
 BACKENDS = ("jax", "tensorflow", "torch")
 
 
-def never(layer: Any) -> bool:
+def never(layer: Layer) -> bool:
     return False
 
 
@@ -52,17 +53,17 @@ class Rule:
         of = self.applies if isinstance(self.applies, tuple) else self.of
         return issubclass(kind, of) if isinstance(of, tuple) else of(kind)
 
-    def fails(self, layer: Any) -> bool:
+    def fails(self, layer: Layer) -> bool:
         """Does it not apply to a layer, although it is about its class?"""
         return self.unless is not never and self.unless(layer)
 
-    def holds(self, layer: Any) -> bool:
+    def holds(self, layer: Layer) -> bool:
         """Does it keep a layer in float32, of a class that it is about?"""
         if isinstance(self.applies, tuple):
             return not self.fails(layer)
         return bool(self.applies(layer))
 
-    def matches(self, layer: Any) -> bool:
+    def matches(self, layer: Layer) -> bool:
         """Does it keep this layer in float32, on the backend in use?"""
         return self.is_about(type(layer)) and self.holds(layer)
 
@@ -121,7 +122,7 @@ def user_rule(pattern: Any) -> Rule:
     )
 
 
-def _has_path(pattern: str, layer: Any) -> bool:
+def _has_path(pattern: str, layer: Layer) -> bool:
     paths = layer_path(layer), keras_path(layer)
     return any(re.fullmatch(pattern, path) for path in paths)
 

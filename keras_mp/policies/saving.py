@@ -19,9 +19,10 @@ from keras_mp.policies.choosing import FLOAT32_IN_FILES, decision_for
 from keras_mp.policies.layers import children_of, has_map, keras_path, policy_of
 from keras_mp.policies.policy import ChoosingPolicy, Decision, chooser_of
 from keras_mp.policies.record import record_of
+from keras_mp.types import Layer, Model
 
 
-def policy_in_files(layer: Any) -> keras.DTypePolicy | None:
+def policy_in_files(layer: Layer) -> keras.DTypePolicy | None:
     """The stock policy to store for a layer; None if Keras stores the right one.
 
     A layer that was never called still has a `ChoosingPolicy`, and so may a map.
@@ -64,7 +65,7 @@ def storing_a_map(get_config: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _stock_policies(model: Any) -> Iterator[None]:
+def _stock_policies(model: Model) -> Iterator[None]:
     chooser = chooser_of(policy_of(model))
     if chooser is None:
         yield
@@ -82,7 +83,7 @@ def _stock_policies(model: Any) -> Iterator[None]:
             private.set_policy(each, own)
 
 
-def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
+def _stock_policy(model: Model, default: keras.DTypePolicy) -> keras.DTypePolicy:
     entries: dict[str, keras.DTypePolicy] = {}
     within: set[int] = set()
     for layer in private.layers_in(model):  # Parents come before their children.
@@ -102,7 +103,7 @@ def _stock_policy(model: Any, default: keras.DTypePolicy) -> keras.DTypePolicy:
     return keras.dtype_policies.DTypePolicyMap(default, entries) if entries else default
 
 
-def with_decisions(layer: Any, pickled: tuple) -> tuple:
+def with_decisions(layer: Layer, pickled: tuple) -> tuple:
     """Adds the decisions about a layer's parts to what Keras pickles or copies.
 
     Keras goes by a file, which does not say whether we or the user chose a policy.

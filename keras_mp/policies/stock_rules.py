@@ -16,6 +16,7 @@ import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import first_input, has_activation, input_shape
 from keras_mp.policies.rule import Rule, RuleTable, never
+from keras_mp.types import Layer
 
 layers = keras.layers
 
@@ -26,7 +27,7 @@ LARGEST_EXACT_INTEGER = 2048
 WIDE = 128
 
 
-def is_softmax(layer: Any) -> bool:
+def is_softmax(layer: Layer) -> bool:
     """Does the layer return probabilities or log-probabilities of a softmax?"""
     return isinstance(layer, layers.Softmax) or has_activation(layer, SOFTMAX_NAMES)
 
@@ -36,7 +37,7 @@ def _if_there(*names: str) -> tuple[type, ...]:
     return tuple(getattr(layers, name) for name in names if hasattr(layers, name))
 
 
-def is_fed_by_half_precision(layer: Any) -> bool:
+def is_fed_by_half_precision(layer: Layer) -> bool:
     """Does the layer see only the results of half-precision layers, and no raw data?
 
     For layers that are accurate enough there: linear ones.
@@ -51,7 +52,7 @@ def is_fed_by_half_precision(layer: Any) -> bool:
     return isinstance(layer, linear) and first is not None and first.dtype in HALF
 
 
-def is_wide_average(layer: Any) -> bool:
+def is_wide_average(layer: Layer) -> bool:
     """Does the layer average windows so wide that sums in half precision are off?"""
     return isinstance(layer, _POOLING) and math.prod(layer.pool_size) > WIDE
 
@@ -59,7 +60,7 @@ def is_wide_average(layer: Any) -> bool:
 _POOLING = (layers.AveragePooling1D, layers.AveragePooling2D)
 
 
-def _runs_long(layer: Any) -> bool:
+def _runs_long(layer: Layer) -> bool:
     cell = getattr(layer, "cell", None)
     cells = getattr(cell, "cells", [cell])
     steps = input_shape(layer)[1:2] or (None,)

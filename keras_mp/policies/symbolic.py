@@ -14,9 +14,10 @@ from keras import KerasTensor
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.policies.layers import called_with, children_of, is_graph
+from keras_mp.types import Layer, Model, Tensor
 
 
-def refresh(model: Any, changed: list[Any] | None = None) -> None:
+def refresh(model: Model, changed: list[Any] | None = None) -> None:
     """Corrects the dtypes of all symbolic tensors of a model.
 
     The layers that changed, and those whose inputs have another dtype now, are called
@@ -35,7 +36,7 @@ def refresh(model: Any, changed: list[Any] | None = None) -> None:
             _refresh(layer, stale, done)
 
 
-def call_again(model: Any) -> None:
+def call_again(model: Model) -> None:
     """Calls a model that has no graph as it was first called, on symbolic tensors.
 
     Raises:
@@ -73,21 +74,21 @@ def call_like(node: Any, operation: Any) -> None:
     call(operation, args, kwargs)
 
 
-def note_float32(layer: Any) -> None:
+def note_float32(layer: Layer) -> None:
     """Corrects the dtypes of what a layer returned in graphs: it is in float32 now."""
     for node in private.calls_of(layer):
         for tensor in filter(is_half, node.outputs):
             private.set_symbolic_dtype(tensor, "float32")
 
 
-def forget_traces(model: Any) -> None:
+def forget_traces(model: Model) -> None:
     """Drops the traces of a model, because they keep the dtypes that they had."""
     for name in ("train_function", "test_function", "predict_function"):
         if getattr(model, name, None) is not None:
             getattr(model, f"make_{name}")(force=True)
 
 
-def nodes_of(layer: Any) -> Iterator[Any]:
+def nodes_of(layer: Layer) -> Iterator[Any]:
     """The calls that make up the graphs in a layer, from inputs to outputs.
 
     Those of a nested graph come once for each call of it. Layers inside other layers
@@ -108,7 +109,7 @@ def nodes_of(layer: Any) -> Iterator[Any]:
                     yield from nodes_of(node.operation)
 
 
-def graph_of(model: Any) -> Any:
+def graph_of(model: Model) -> Any:
     """The graph of a model; None for a Sequential one that is not built."""
     return private.graph_of(model) if isinstance(model, keras.Sequential) else model
 
@@ -133,7 +134,7 @@ class SymbolicCallError(Exception):
             trace = trace.tb_next
 
 
-def _refresh(model: Any, stale: set[int] | None, done: set[int]) -> None:
+def _refresh(model: Model, stale: set[int] | None, done: set[int]) -> None:
     graph = graph_of(model)
     if graph is None or id(graph) in done:
         return
@@ -181,7 +182,7 @@ def copy_in_float32(tensor: KerasTensor) -> KerasTensor:
     return _copy(tensor, "float32")
 
 
-def _copy(tensor: Any, dtype: str | None = None) -> KerasTensor:
+def _copy(tensor: Tensor, dtype: str | None = None) -> KerasTensor:
     dtype = dtype or tensor.dtype
     copy = KerasTensor(tensor.shape, dtype, tensor.sparse, tensor.ragged)
     mask = private.get_keras_mask(tensor)

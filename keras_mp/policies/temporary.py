@@ -12,13 +12,14 @@ from keras_mp.policies.layers import policy_of
 from keras_mp.policies.policy import FLOAT32
 from keras_mp.policies.record import Precision, record_of
 from keras_mp.policies.weights import has_bfloat16
+from keras_mp.types import Layer, Model
 
 # Layer -> its policy, or None for the one that it has.
 Choice = Callable[[Any], keras.DTypePolicy | None]
 
 
 @contextlib.contextmanager
-def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
+def temporary_policies(model: Model, choose: Choice) -> Iterator[None]:
     """Lets the layers of a model compute under other policies for a while."""
     layers = private.layers_in(model)
     before = Precision(layers)
@@ -39,10 +40,10 @@ def temporary_policies(model: Any, choose: Choice) -> Iterator[None]:
         before.put_back()
 
 
-def computes_in_half(layer: Any) -> bool:
+def computes_in_half(layer: Layer) -> bool:
     return policy_of(layer).compute_dtype in HALF
 
 
-def half_in_float32(layer: Any) -> keras.DTypePolicy | None:
+def half_in_float32(layer: Layer) -> keras.DTypePolicy | None:
     """Chooses float32 for every layer that computes in half precision."""
     return FLOAT32 if computes_in_half(layer) else None

@@ -13,6 +13,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.interface import BFLOAT16
+from keras_mp.types import Layer
 
 # Elements in the kernel of a large head. With 2**18 a step gains 0 to 2 % on an H100,
 # with 2**20 2 to 8 %, with 2**24 16 %: four Dense of one width, batches of 512 and
@@ -20,7 +21,7 @@ from keras_mp.backends.interface import BFLOAT16
 LARGE = 2**18
 
 
-def has_large(layer: Any) -> bool:
+def has_large(layer: Layer) -> bool:
     """Does the layer multiply by a large kernel, once in a call?"""
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
     return not recurrent and any(
@@ -34,7 +35,7 @@ def has_bfloat16(weights: Iterable[Any]) -> bool:
     return any(private.stored_dtype(weight) == BFLOAT16 for weight in weights)
 
 
-def bring_to(dtype: str, layer: Any, large: str) -> None:
+def bring_to(dtype: str, layer: Layer, large: str) -> None:
     """Casts a layer's own weights to one dtype, and its large ones perhaps to another.
 
     Args:

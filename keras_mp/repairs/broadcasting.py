@@ -13,6 +13,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends.interface import Wrapper
+from keras_mp.types import Tensor
 
 
 def repairs(
@@ -36,7 +37,7 @@ def repairs(
 
     def wrap(original: Callable) -> Callable:
         @functools.wraps(original)
-        def operation(x1: Any, x2: Any) -> Any:
+        def operation(x1: Tensor, x2: Tensor) -> Any:
             # A variable has the dtype of its autocast scope.
             if isinstance(x1, keras.Variable):
                 x1 = x1.value
@@ -47,7 +48,7 @@ def repairs(
                 return derived_as(wide, original, x1, x2)
             return original(x1, x2)
 
-        def wide(x1: Any, x2: Any) -> Any:
+        def wide(x1: Tensor, x2: Tensor) -> Any:
             return original(_broadcast(x1, x2), _broadcast(x2, x1))
 
         return operation
@@ -55,7 +56,7 @@ def repairs(
     return dict.fromkeys(("add", "subtract", "multiply"), wrap)
 
 
-def _broadcast(x: Any, other: Any) -> Any:
+def _broadcast(x: Tensor, other: Any) -> Any:
     """`x` in the shape of `other`, if the operation would broadcast it to that."""
     sizes = zip(reversed(x.shape), reversed(other.shape), strict=False)
     if len(x.shape) > len(other.shape) or not all(a in (1, b) for a, b in sizes):

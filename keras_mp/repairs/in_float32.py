@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends.interface import HALF
+from keras_mp.types import Tensor
 
 
 def orthogonal(original: Callable) -> Callable:
@@ -23,7 +24,7 @@ def orthogonal(original: Callable) -> Callable:
 def normalize(original: Callable) -> Callable:
     """Wraps `ops.normalize`: 1 over its epsilon of 1e-7 is infinite in float16."""
 
-    def normalize(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def normalize(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = ops.convert_to_tensor(x)
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype not in HALF:

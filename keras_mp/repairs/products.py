@@ -16,6 +16,7 @@ from keras import ops
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.known import IN_USE
+from keras_mp.types import Tensor
 
 
 class HalfOperands(NamedTuple):
@@ -101,12 +102,12 @@ def _are_of_head(args: tuple, operands: HalfOperands) -> bool:
     return dtypes <= {"float32", operands.dtype}
 
 
-def _in_float32(x: Any) -> Any:
+def _in_float32(x: Tensor) -> Any:
     is_half = hasattr(x, "dtype") and _dtype(x) in HALF
     return ops.cast(x, "float32") if is_half else x
 
 
-def _dtype(x: Any) -> str:
+def _dtype(x: Tensor) -> str:
     if isinstance(x, keras.Variable):
         return private.dtype_when_read(x)
     return keras.backend.standardize_dtype(x.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import BFLOAT16
 from keras_mp.messages import warn
+from keras_mp.types import Optimizer
 
 # From here on a number below 1 is rounded to 1.
 _BECOMES_ONE = 1 - 2.0**-9
@@ -14,7 +15,7 @@ _BECOMES_ONE = 1 - 2.0**-9
 seen: weakref.WeakSet = weakref.WeakSet()
 
 
-def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
+def look(optimizer: Optimizer, variables: Sequence[Any] | None) -> None:
     """Warns once of an optimizer that is about to update bfloat16 weights.
 
     Inside a `StochasticRoundingOptimizer` these weights report float32.
@@ -37,7 +38,7 @@ def look(optimizer: Any, variables: Sequence[Any] | None) -> None:
         )
 
 
-def _lost(optimizer: Any) -> str:
+def _lost(optimizer: Optimizer) -> str:
     beta_2 = getattr(optimizer, "beta_2", None)
     if isinstance(beta_2, float) and _BECOMES_ONE <= beta_2 < 1:
         return f"beta_2={beta_2} is 1 in bfloat16, and its steps are 0, or nan"

@@ -11,9 +11,10 @@ from keras_mp.policies.layers import is_graph
 from keras_mp.policies.weights import has_bfloat16
 from keras_mp.rounding.holders import hold, wrapped
 from keras_mp.rounding.optimizer import StochasticRoundingOptimizer
+from keras_mp.types import Layer, Model, Optimizer
 
 
-def rounds_weights(model: Any) -> bool:
+def rounds_weights(model: Model) -> bool:
     """Has a `ChoosingPolicy` made a trainable weight of the model bfloat16?
 
     For a layer that is not built: will it? Keras' own policies do not ask for this.
@@ -25,7 +26,7 @@ def rounds_weights(model: Any) -> bool:
     )
 
 
-def _has_bfloat16_weights(layer: Any) -> bool:
+def _has_bfloat16_weights(layer: Layer) -> bool:
     chooser = chooser_for(layer)
     if chooser is None or chooser.variable_dtype != BFLOAT16:
         return False
@@ -35,7 +36,7 @@ def _has_bfloat16_weights(layer: Any) -> bool:
     return has_bfloat16(layer.trainable_variables)
 
 
-def rounded(optimizer: Any) -> Any:
+def rounded(optimizer: Optimizer) -> Any:
     """The optimizer in a wrapper that rounds; one that scales the loss stays outside.
 
     Anything that is no optimizer, or rounds already, stays as it is.

@@ -17,6 +17,7 @@ from keras_mp.policies import heads
 from keras_mp.replaced import replaced
 from keras_mp.rounding.holders import hold
 from keras_mp.rounding.scope import RoundingScope
+from keras_mp.types import Gradients, Optimizer, Tensor, Variables
 
 _SLOT_DTYPES = (None, BFLOAT16)
 
@@ -87,7 +88,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
                 name="seed",
             )
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Variables) -> None:
         """Creates the inner optimizer's variables; does nothing the second time."""
         if self.built:
             return
@@ -107,7 +108,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
         return [self._seed, *self.inner_optimizer.variables]
 
     def apply(
-        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+        self, grads: Gradients, trainable_variables: Sequence[Any] | None = None
     ) -> None:
         """Updates the variables.
 
@@ -144,7 +145,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
+    def learning_rate(self, learning_rate: Tensor) -> None:
         self.inner_optimizer.learning_rate = learning_rate
 
     @property
@@ -198,7 +199,7 @@ class StochasticRoundingOptimizer(keras.optimizers.Optimizer):
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
 
-def parts_of(optimizer: Any) -> list[Any]:
+def parts_of(optimizer: Optimizer) -> list[Any]:
     """What updates the variables: the optimizer without this wrapper, and its parts.
 
     A `MultiOptimizer` has parts.
@@ -208,7 +209,7 @@ def parts_of(optimizer: Any) -> list[Any]:
     return [inner, *getattr(inner, "optimizers", ())]
 
 
-def _reads_all(inner: Any) -> bool:
+def _reads_all(inner: Optimizer) -> bool:
     """Does Keras compute with all gradients before the first update?"""
     return any(
         part.clipnorm
@@ -219,12 +220,12 @@ def _reads_all(inner: Any) -> bool:
     )
 
 
-def _in_float32(grad: Any) -> Any:
+def _in_float32(grad: Tensor) -> Any:
     return ops.cast(ops.convert_to_tensor(grad, sparse=False), "float32")
 
 
 @contextlib.contextmanager
-def _slots_in(slot_dtype: str | None, variables: Sequence[Any]) -> Iterator[None]:
+def _slots_in(slot_dtype: str | None, variables: Variables) -> Iterator[None]:
     """Gives slots, and no other numbers, their weight's dtype or `slot_dtype`.
 
     Keras also creates scalars in the dtype of a weight: products over all steps, which
@@ -254,7 +255,7 @@ def _slots_in(slot_dtype: str | None, variables: Sequence[Any]) -> Iterator[None
         yield
 
 
-def _checked_inner(inner_optimizer: Any) -> Any:
+def _checked_inner(inner_optimizer: Optimizer) -> Any:
     inner = keras.optimizers.get(inner_optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer) or isinstance(
         inner, StochasticRoundingOptimizer | keras.optimizers.LossScaleOptimizer

@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import BFLOAT16
+from keras_mp.types import Variable
 
 
 class RoundingScope(keras.StatelessScope):
@@ -21,7 +22,9 @@ class RoundingScope(keras.StatelessScope):
         rounded: float32 tensor -> bfloat16 tensor.
     """
 
-    def __init__(self, variables: Iterable[Any], rounded: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, variables: Iterable[Variable], rounded: Callable[[Any], Any]
+    ) -> None:
         super().__init__(initialize_variables=False)
         self._rounded = rounded
         self._own = {id(v): v for v in variables if v.dtype == BFLOAT16}
@@ -36,7 +39,7 @@ class RoundingScope(keras.StatelessScope):
         self._named_float32.__exit__(None, None, None)
         super().__exit__(*args, **kwargs)
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: Variable) -> Any:
         """The value, float32 instead of bfloat16; None if Keras finds it itself."""
         outer = self.original_scope
         value = None if outer is None else outer.get_current_value(variable)

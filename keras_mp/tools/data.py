@@ -8,6 +8,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_mp.types import Model
+
 _KINDS = ("shape", "__iter__", "__getitem__")  # A PyDataset has only the last.
 
 
@@ -83,7 +85,7 @@ class TrainingData:
 
 
 def one_batch(
-    model: Any, x: Any, y: Any = None, sample_weight: Any = None
+    model: Model, x: Any, y: Any = None, sample_weight: Any = None
 ) -> tuple[Any, Any, Any]:
     """Inputs, targets and sample weights of one batch for a compiled model.
 

@@ -14,9 +14,10 @@ from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import FLOAT32, MixedFloat16
 from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import Choice, computes_in_half
+from keras_mp.types import Layer, Model
 
 
-def layers_in_half(model: Any) -> set[int]:
+def layers_in_half(model: Model) -> set[int]:
     """The ids of the layers of a model that compute in half precision."""
     return {id(x) for x in private.layers_in(model) if computes_in_half(x)}
 
@@ -29,7 +30,7 @@ def is_in_half(operation: Any, half: set[int]) -> bool:
     return id(operation) in half or not isinstance(operation, keras.layers.Layer)
 
 
-def policy_name(model: Any) -> str:
+def policy_name(model: Model) -> str:
     policies = [policy_of(layer) for layer in private.layers_in(model)]
     dtypes = [policy.compute_dtype for policy in policies]
     name = next((f"mixed_{dtype}" for dtype in HALF if dtype in dtypes), "float32")
@@ -37,7 +38,7 @@ def policy_name(model: Any) -> str:
     return BFLOAT16 if in_weights and name == "mixed_bfloat16" else name
 
 
-def half_policies(model: Any) -> Choice:
+def half_policies(model: Model) -> Choice:
     """The policies of a model's layers in half precision: its own, or float16's."""
     if layers_in_half(model):
         return lambda layer: None
@@ -54,7 +55,7 @@ def in_the_half(choose: Choice, dtype: str) -> Choice:
     """The same choice, with `dtype` in place of the other half dtype."""
     policy = keras.DTypePolicy(f"mixed_{dtype}")
 
-    def chosen(layer: Any) -> Any:
+    def chosen(layer: Layer) -> Any:
         own = choose(layer) or policy_of(layer)
         other = own.compute_dtype in HALF and own.compute_dtype != dtype
         return policy if other else choose(layer)
@@ -62,7 +63,7 @@ def in_the_half(choose: Choice, dtype: str) -> Choice:
     return chosen
 
 
-def in_float32(layer: Any) -> keras.DTypePolicy:
+def in_float32(layer: Layer) -> keras.DTypePolicy:
     """Chooses float32 for every layer."""
     return FLOAT32
 
@@ -71,7 +72,7 @@ def with_float32(choose: Choice, paths: Sequence[str]) -> Choice:
     """The same choice, with the layers at these paths, and within them, in float32."""
     patterns = [re.compile(f"{re.escape(path)}(/.*)?") for path in paths]
 
-    def chosen(layer: Any) -> Any:
+    def chosen(layer: Layer) -> Any:
         path = layer_path(layer)
         return FLOAT32 if any(p.fullmatch(path) for p in patterns) else choose(layer)
 

@@ -10,6 +10,7 @@ import jax
 import keras_mp.keras_private as private
 from keras_mp import interrupts
 from keras_mp.backends.batches import Batches
+from keras_mp.types import Model
 
 # The variables whose values `fit` passes around, in its order.
 _PARTS = (
@@ -40,7 +41,7 @@ class JaxBatches(Batches):
             [private.PartialBatches([batch]) if _are_together(count) else batch]
         )
 
-    def take_step(self, model: Any, batch: Any) -> None:
+    def take_step(self, model: Model, batch: Any) -> None:
         private.build_from_batch(model, batch)
         model.make_train_function()
         state = tuple([v.value for v in variables] for variables in _parts(model))
@@ -48,7 +49,7 @@ class JaxBatches(Batches):
         _, state = model.train_function(state, alone)
         private.attach_state(model, _by_part(state))
 
-    def keeping_state(self, model: Any, train_function: Callable) -> Callable:
+    def keeping_state(self, model: Model, train_function: Callable) -> Callable:
         def keeping(state: Any, iterator: Any) -> Any:
             batches = self.repeatable(model, iterator)  # It may wait for ever.
             with interrupts.held():
@@ -59,13 +60,13 @@ class JaxBatches(Batches):
 
         return keeping
 
-    def repeatable(self, model: Any, batches: Any) -> Callable[[], Any]:
+    def repeatable(self, model: Model, batches: Any) -> Callable[[], Any]:
         count = model.steps_per_execution
         items = 1 if _are_together(count) else count
         read = list(itertools.islice(batches, items))
         return lambda: iter(read)
 
-    def attaching(self, model: Any, step: Callable) -> Callable:
+    def attaching(self, model: Model, step: Callable) -> Callable:
         def attaching(state: Any, iterator: Any) -> Any:
             private.note_state(model, _by_part(state))
             try:
@@ -80,7 +81,7 @@ class JaxBatches(Batches):
         return attaching
 
     @contextlib.contextmanager
-    def attached(self, model: Any, state: Any) -> Iterator[None]:
+    def attached(self, model: Model, state: Any) -> Iterator[None]:
         parts = _by_part(state)
         try:
             private.attach_state(model, parts)
@@ -89,7 +90,7 @@ class JaxBatches(Batches):
             # `fit` had detached the variables, and goes on with the state.
             private.detach_state(model, parts)
 
-    def other_workers(self, model: Any) -> str:
+    def other_workers(self, model: Model) -> str:
         processes = jax.process_count()
         return f"{processes} processes" if processes > 1 else ""
 
@@ -105,7 +106,7 @@ def _by_part(state: Any) -> dict[str, Any]:
     return dict(zip(names, state, strict=False))
 
 
-def _parts(model: Any) -> tuple[list[Any], ...]:
+def _parts(model: Model) -> tuple[list[Any], ...]:
     """The variables whose values make up the state."""
     return (
         model.trainable_variables,

@@ -16,6 +16,7 @@ from keras_mp.backends.jax.batches import JaxBatches
 from keras_mp.backends.jax.measures import JaxMeasures
 from keras_mp.backends.jax.step import JaxStep
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
+from keras_mp.types import Model
 
 
 class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
@@ -30,14 +31,14 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
     def outside_trace(self) -> contextlib.AbstractContextManager:
         return jax.ensure_compile_time_eval()
 
-    def trainable_values(self, model: Any, args: Sequence[Any]) -> list[Any]:
+    def trainable_values(self, model: Model, args: Sequence[Any]) -> list[Any]:
         return args[0][0]
 
     def optimizer_values(self, args: Sequence[Any]) -> list[Any] | None:
         return args[0][2]
 
     def make_train_function(
-        self, model: Any, original: Callable, force: bool, wrap: Wrapper
+        self, model: Model, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         def traced(step: Callable) -> Callable:
             wrapped = wrap(step)
@@ -52,7 +53,7 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
 
         super().make_train_function(model, original, force, traced)
 
-    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
+    def undo_skipped(self, model: Model, scaling: Any, step: Callable) -> Callable:
         def undoing(state: Any, data: Any) -> tuple[Any, Any]:
             logs, after = step(state, data)
             place = {id(v): i for i, v in enumerate(model.optimizer.variables)}

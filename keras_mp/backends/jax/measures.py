@@ -11,6 +11,7 @@ from jax import lax
 from keras_mp.backends.devices import Device, parse_capability
 from keras_mp.backends.jax import programs
 from keras_mp.backends.measures import Measures
+from keras_mp.types import Tensor
 
 
 def differentiate(
@@ -28,7 +29,7 @@ def differentiate(
         seen: list[Any] = []
         trace = get_opaque_trace_state()
 
-        def see(x: Any) -> tuple[Any, bool]:
+        def see(x: Tensor) -> tuple[Any, bool]:
             # A tensor inside a loop must not leave it.
             here = get_opaque_trace_state() == trace and isinstance(x, jax.Array)
             if not (here and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)):

@@ -17,6 +17,7 @@ from keras_mp.backends.measures import (
     IntegerCast,
     lost_addend,
 )
+from keras_mp.types import Tensor, Variables
 
 scope = jax.named_scope
 
@@ -30,14 +31,14 @@ _PASSING = (
 )
 
 
-def traced(function: Callable, variables: Sequence[Any], arguments: Any) -> list[Fact]:
+def traced(function: Callable, variables: Variables, arguments: Any) -> list[Fact]:
     def run(values: list, arguments: Any) -> Any:
         # As arguments, variables do not become constants.
         mapping = list(zip(variables, values, strict=True))
         with keras.StatelessScope(mapping):
             return function(arguments)
 
-    def spec(x: Any) -> Any:
+    def spec(x: Tensor) -> Any:
         return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
 
     values = [spec(v) for v in variables]

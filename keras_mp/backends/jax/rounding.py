@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from keras_mp.backends.rounding import RandomBits, Words
+from keras_mp.types import Tensor
 
 _WORDS = Words(
     word=lambda x: np.uint32(x) if isinstance(x, int) else x.astype(np.uint32),
@@ -17,10 +18,10 @@ _WORDS = Words(
 )
 
 
-def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
+def stochastic_rounding(seed: Tensor, step: Any) -> Callable[[Any], Any]:
     random = RandomBits(_WORDS, jnp.asarray(seed), jnp.asarray(step))
 
-    def rounded(x: Any) -> Any:
+    def rounded(x: Tensor) -> Any:
         noise = random.next(x.shape) & np.uint32(0xFFFF)
         sums = lax.bitcast_convert_type(x, np.uint32) + noise
         high = (sums >> np.uint32(16)).astype(np.uint16)

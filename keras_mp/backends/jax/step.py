@@ -17,6 +17,7 @@ from keras_mp.backends.jax import compilation, rounding
 from keras_mp.backends.jax.compilation import compiled
 from keras_mp.backends.jax.selects import without_conditionals
 from keras_mp.backends.step import FINITE, NAN, Step, Update
+from keras_mp.types import Gradients, Tensor
 
 
 class SelectingScope(keras.StatelessScope):
@@ -50,23 +51,23 @@ GRADIENTS_IN_A_WORD = 15  # Two bits for each; the sign is left alone.
 FEW, SMALL_ELEMENTS = 8, 1024
 
 
-def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+def unscale(grads: Gradients, inverse_scale: Tensor) -> list[Any]:
     return _with_values(grads, _unscale(_values(grads), inverse_scale))
 
 
-def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+def nonfinite_to_nan(grads: Gradients) -> list[Any]:
     return _with_values(grads, _nonfinite_to_nan(_values(grads)))
 
 
 _nonfinite_to_nan = compiled(Step.nonfinite_to_nan)
 
 
-def _values(grads: Sequence[Any]) -> list[Any]:
+def _values(grads: Gradients) -> list[Any]:
     """The gradients; for sparse ones, the values that they hold."""
     return [g.data if isinstance(g, BCOO) else g for g in grads]
 
 
-def _with_values(grads: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def _with_values(grads: Gradients, values: Sequence[Any]) -> list[Any]:
     """The gradients with other values; sparse stays sparse."""
     return [
         BCOO((value, grad.indices), shape=grad.shape)
@@ -77,8 +78,8 @@ def _with_values(grads: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 @compiled
-def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
-    def multiply(grad: Any) -> Any:
+def _unscale(grads: list[Tensor], inverse_scale: Tensor) -> list[Any]:
+    def multiply(grad: Tensor) -> Any:
         dtype = jnp.promote_types(grad.dtype, jnp.float32)
         wide = lax.convert_element_type(grad, dtype)
         return lax.mul(wide, lax.broadcast(inverse_scale.astype(dtype), wide.shape))
@@ -86,14 +87,14 @@ def _unscale(grads: list[Any], inverse_scale: Any) -> list[Any]:
     return [None if g is None else multiply(g) for g in grads]
 
 
-def nonfinite(grads: Sequence[Any]) -> Any:
+def nonfinite(grads: Gradients) -> Any:
     codes = _nonfinite(_values(grads))
     # Outside a trace, Python decides whether to write.
     return codes if isinstance(codes, jax.core.Tracer) else np.asarray(codes)
 
 
 @compiled
-def _nonfinite(grads: list[Any]) -> Any:
+def _nonfinite(grads: list[Tensor]) -> Any:
     alike: dict[Any, list[int]] = {}
     for index, grad in enumerate(grads):
         if grad is not None:
@@ -123,7 +124,7 @@ def _nonfinite(grads: list[Any]) -> Any:
 _SINGLE_ELEMENTS = lax.GatherDimensionNumbers((), (0,), (0,))
 
 
-def _codes(grads: list[Any]) -> Any:
+def _codes(grads: list[Tensor]) -> Any:
     """The codes of gradients of one shape: is each finite, or what does it hold?
 
     Several share words of 32 bits, one word for each place in their shape and two bits
@@ -150,12 +151,12 @@ def _codes(grads: list[Any]) -> Any:
     return lax.slice_in_dim(_largest(rows, lambda code: code, first=1), 0, len(grads))
 
 
-def _code_of(grad: Any) -> Any:
+def _code_of(grad: Tensor) -> Any:
     bits = _bits(grad, lax.full_like(grad, _ALL_BUT_SIGN, np.int32))
     return lax.expand_dims(_largest(bits, _code, first=0), [0])
 
 
-def _code_of_largest(grad: Any) -> Any:
+def _code_of_largest(grad: Tensor) -> Any:
     """The same for TPUs, where XLA would write the bits of the gradient.
 
     XLA takes a maximum of floats where the gradient is computed, and on TPUs that loses
@@ -165,7 +166,7 @@ def _code_of_largest(grad: Any) -> Any:
     return _code_of(lax.reduce(lax.abs(grad), zero, lax.max, (grad.ndim - 2,)))
 
 
-def _word(grads: list[Any]) -> Any:
+def _word(grads: list[Tensor]) -> Any:
     # Each code is too large by `_BELOW`. Integers wrap round.
     excess = sum(int(_BELOW) << 2 * i for i in range(len(grads))) & 0xFFFFFFFF
     # Constants that appear once, in full: XLA reads every line.
@@ -182,7 +183,7 @@ def _word(grads: list[Any]) -> Any:
     return lax.rem(lax.sub(word, too_large), all_but_sign)
 
 
-def _bits(x: Any, all_but_sign: Any) -> Any:
+def _bits(x: Tensor, all_but_sign: Any) -> Any:
     if x.dtype == jnp.float64:  # A large one would become infinite in float32.
         x = jnp.where(jnp.isfinite(x), 0, x)
     x = lax.convert_element_type(x, np.float32)
@@ -194,7 +195,7 @@ def _code(bits: Any) -> Any:
     return lax.sub(lax.clamp(_BELOW, bits, _ABOVE), lax.full_like(bits, _BELOW))
 
 
-def _largest(x: Any, code: Callable[[Any], Any], first: int) -> Any:
+def _largest(x: Tensor, code: Callable[[Any], Any], first: int) -> Any:
     """The largest code, int8; the axes before the `first` stay."""
     if split := reductions.split_axis(x.shape, first):
         shape, axis = split
@@ -233,11 +234,13 @@ class JaxStep(Step):
                 f"again. Call `{remedy}` instead."
             )
 
-    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+    def update_if(
+        self, finite: Tensor, update: Update, grads: list[Tensor]
+    ) -> bool | None:
         if not isinstance(finite, jax.core.Tracer):
             return super().update_if(finite, update, grads)
 
-        def writes(finite: Any, before: dict[int, Any], grads: list[Any]) -> Any:
+        def writes(finite: Tensor, before: dict[int, Any], grads: list[Tensor]) -> Any:
             with SelectingScope(finite, before) as scope:
                 update.run(grads)
             return scope.state_mapping

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_mp.backends.batches import Batches
+from keras_mp.types import Model, Tensor
 
 # For a dataset of one batch: optimizing it takes longer than reading it.
 _AT_ONCE = tf.data.Options()
@@ -17,7 +18,7 @@ class TensorFlowBatches(Batches):
     """Replaces an iterator of tf.data by one over a single batch."""
 
     def contents(self, batch: Any) -> Any:
-        def value(x: Any) -> Any:
+        def value(x: Tensor) -> Any:
             # Keras passes a None through tf.data this way.
             return None if isinstance(x, tf.experimental.Optional) else x
 
@@ -32,7 +33,7 @@ class TensorFlowBatches(Batches):
         variant = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(variant, iterator.element_spec))
 
-    def other_workers(self, model: Any) -> str:
+    def other_workers(self, model: Model) -> str:
         strategy = model.distribute_strategy
         if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
             return f"a model under {type(strategy).__name__}"

@@ -16,6 +16,7 @@ from keras_mp.backends.tensorflow.batches import TensorFlowBatches
 from keras_mp.backends.tensorflow.measures import TensorFlowMeasures
 from keras_mp.backends.tensorflow.step import TensorFlowStep
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
+from keras_mp.types import Model, Variable
 
 
 class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, Engine):
@@ -33,7 +34,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
         return tf.init_scope()
 
     @contextlib.contextmanager
-    def optimizer_scope(self, model: Any) -> Iterator[None]:
+    def optimizer_scope(self, model: Model) -> Iterator[None]:
         # Variables need the model's strategy, and must be created outside a trace: only
         # its second run may show which layers there are.
         strategy = model.distribute_strategy
@@ -42,7 +43,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
             yield
 
     def make_train_function(
-        self, model: Any, original: Callable, force: bool, wrap: Wrapper
+        self, model: Model, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         def traced(step: Callable) -> Callable:
             wrapped = wrap(step)
@@ -62,7 +63,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
 
         super().make_train_function(model, original, force, traced)
 
-    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
+    def undo_skipped(self, model: Model, scaling: Any, step: Callable) -> Callable:
         def undoing(data: Any) -> Any:
             changing = model.non_trainable_variables + model.metrics_variables
             variables = {id(v): v.value for v in changing}
@@ -105,7 +106,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
         operations = tf.compat.v1.get_default_graph().get_operations()
         return any(op.type in ("PyFunc", "EagerPyFunc") for op in operations)
 
-    def build(self, model: Any, data: Any) -> None:
+    def build(self, model: Model, data: Any) -> None:
         # Keras on TensorFlow builds a model in the first step. The optimizer, and the
         # variables that a skipped step must not touch, are known once it is built.
         try:
@@ -115,7 +116,7 @@ class TensorFlowEngine(TensorFlowStep, TensorFlowBatches, TensorFlowMeasures, En
             pass
 
 
-def _put_back(variables: Iterable[Any], values: list[tf.Tensor]) -> None:
+def _put_back(variables: Iterable[Variable], values: list[tf.Tensor]) -> None:
     """Gives variables their values back; each replica sets its own, without a sum."""
 
     def assign(strategy: Any, values: list[Any]) -> None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_mp.backends.devices import Device, parse_capability
 from keras_mp.backends.measures import Measures
 from keras_mp.backends.tensorflow import programs
+from keras_mp.types import Tensor
 
 
 def differentiate(
@@ -15,7 +16,7 @@ def differentiate(
 ) -> tuple[Any, list, list, list]:
     seen: list[Any] = []
 
-    def see(x: Any) -> tuple[Any, bool]:
+    def see(x: Tensor) -> tuple[Any, bool]:
         # A tensor of an inner graph must not leave it.
         here = tf.executing_eagerly() and isinstance(x, tf.Tensor)
         if not (here and x.dtype.is_floating):

@@ -1,7 +1,7 @@
 """What a traced program does with numbers, on TensorFlow."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ from keras_mp.backends.measures import (
     IntegerCast,
     lost_addend,
 )
+from keras_mp.types import Tensor, Variables
 
 _SUMS = ("Add", "AddV2", "Sub")
 # The result of these has the addends of their operand.
@@ -31,7 +32,7 @@ def scope(name: str) -> Any:
     return tf.name_scope(name)
 
 
-def traced(function: Callable, variables: Sequence[Any], arguments: Any) -> list[Fact]:
+def traced(function: Callable, variables: Variables, arguments: Any) -> list[Fact]:
     # Variables are read by operations, so they are not constants.
     specs = keras.tree.map_structure(
         lambda x: tf.TensorSpec(x.shape, x.dtype), arguments
@@ -95,7 +96,7 @@ def _constants(operation: Any) -> Iterator[Fact]:
             yield Constant(_scope_of(name), float(number), number.dtype.name)
 
 
-def _scalar(tensor: Any) -> np.ndarray | None:
+def _scalar(tensor: Tensor) -> np.ndarray | None:
     """The value of a constant with one element, cast or not."""
     operation = tensor.op
     if operation.type == "Cast":

@@ -1,14 +1,12 @@
 """What replicas of a `tf.distribute` strategy must agree on, and how they do."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import tensorflow as tf
 
 from keras_mp.backends.step import INFINITE, NAN
+from keras_mp.types import Variables
 
 
-def check_strategy(variables: Sequence[Any], built: bool) -> None:
+def check_strategy(variables: Variables, built: bool) -> None:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.backends.rounding import RandomBits, Words
+from keras_mp.types import Tensor
 
 
 def _numbers(shape: Sequence[int], axis: int) -> tf.Tensor:
@@ -28,7 +29,7 @@ _WORDS = Words(
 )
 
 
-def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
+def stochastic_rounding(seed: Tensor, step: Any) -> Callable[[Any], Any]:
     random = RandomBits(_WORDS, seed, step)
 
     def rounded(x: tf.Tensor) -> tf.Tensor:

@@ -3,7 +3,7 @@
 If XLA compiles, it uses selects: a conditional there copies what passes through it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from keras_mp.backends.step import FINITE, NAN, Step, Update
 from keras_mp.backends.tensorflow import private, replicas, rounding
 from keras_mp.backends.tensorflow.replicas import highest_of_all_replicas
 from keras_mp.backends.tensorflow.writes import written_where
+from keras_mp.types import Gradients, Tensor
 
 _FINITE, _BELOW = np.int8(FINITE), reductions.LARGEST_NUMBER
 
 
-def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+def unscale(grads: Gradients, inverse_scale: Tensor) -> list[Any]:
     def multiply(values: tf.Tensor) -> tf.Tensor:
         wide = _wide(values)
         return tf.cast(values, wide) * tf.cast(inverse_scale, wide)
@@ -26,14 +27,14 @@ def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
     return [_on_values(multiply, g) for g in grads]
 
 
-def nonfinite_to_nan(grads: Sequence[Any]) -> list[Any]:
+def nonfinite_to_nan(grads: Gradients) -> list[Any]:
     def to_nan(values: tf.Tensor) -> tf.Tensor:
         return tf.where(tf.math.is_finite(values), values, float("nan"))
 
     return [_on_values(to_nan, g) for g in grads]
 
 
-def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
+def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Tensor) -> Any:
     """Applies a function to a gradient's values; keeps sparse gradients and None."""
     if grad is None:
         return None
@@ -42,7 +43,7 @@ def _on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
     return function(tf.convert_to_tensor(grad))
 
 
-def nonfinite(grads: Sequence[Any]) -> tf.Tensor:
+def nonfinite(grads: Gradients) -> tf.Tensor:
     alike: dict[Any, list[int]] = {}
     values = {i: _values(grad) for i, grad in enumerate(grads) if grad is not None}
     for index, tensor in values.items():
@@ -70,7 +71,7 @@ def compiled_by_xla() -> bool:
     return private.is_in_xla_context(tf.compat.v1.get_default_graph())
 
 
-def _values(grad: Any) -> tf.Tensor:
+def _values(grad: Tensor) -> tf.Tensor:
     sparse = isinstance(grad, tf.IndexedSlices)
     return grad.values if sparse else tf.convert_to_tensor(grad)
 
@@ -134,7 +135,9 @@ class TensorFlowStep(Step):
         """Are we inside a tf.function that is being traced?"""
         return not tf.executing_eagerly()
 
-    def update_if(self, finite: Any, update: Update, grads: list[Any]) -> bool | None:
+    def update_if(
+        self, finite: Tensor, update: Update, grads: list[Tensor]
+    ) -> bool | None:
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
             return super().update_if(finite, update, grads)
         # A sparse gradient writes some rows of a table: a select would read them all.
@@ -149,7 +152,7 @@ class TensorFlowStep(Step):
             tf.cond(finite, lambda: update.run(grads), lambda: None)
             return None
 
-        def across_replicas(strategy: Any, finite: Any, grads: Any) -> None:
+        def across_replicas(strategy: Any, finite: Tensor, grads: Any) -> None:
             # All replicas agree, so the first one's flag is everyone's. The branch is
             # in the cross-replica context: the update itself calls merge_call.
             tf.cond(

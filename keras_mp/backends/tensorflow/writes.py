@@ -9,12 +9,15 @@ import keras
 import tensorflow as tf
 
 from keras_mp.replaced import instead, replaced
+from keras_mp.types import Tensor, Variable
 
 _WRITING = threading.RLock()
 
 
 @contextlib.contextmanager
-def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[None]:
+def written_where(
+    predicate: tf.Tensor, variables: Iterable[Variable]
+) -> Iterator[None]:
     """Lets variables be written only if `predicate` is true, within this context.
 
     Selecting at each write, not once at the end, keeps XLA from computing a moment
@@ -31,12 +34,12 @@ def written_where(predicate: tf.Tensor, variables: Iterable[Any]) -> Iterator[No
         yield
 
 
-def _methods(variable: Any, predicate: tf.Tensor) -> dict[str, Callable]:
+def _methods(variable: Variable, predicate: tf.Tensor) -> dict[str, Callable]:
     write, thread = variable.assign, threading.get_ident()
     # The value before any write: so fewer values are alive at the same time.
     before = tf.identity(variable)
 
-    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return write(value, *args, **kwargs)
         value = tf.convert_to_tensor(value, variable.dtype)

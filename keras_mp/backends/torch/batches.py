@@ -1,13 +1,13 @@
 """One batch at a time on torch, which has its own random generators."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
 
 from keras_mp.backends.batches import Batches
+from keras_mp.types import Model
 
 _CPU, _GPU = "torch", "torch_cuda"
 
@@ -15,7 +15,7 @@ _CPU, _GPU = "torch", "torch_cuda"
 class TorchBatches(Batches):
     """A step may draw from torch's generators."""
 
-    def other_workers(self, model: Any) -> str:
+    def other_workers(self, model: Model) -> str:
         if not (distributed.is_available() and distributed.is_initialized()):
             return ""
         processes = distributed.get_world_size()

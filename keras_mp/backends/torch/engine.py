@@ -18,6 +18,7 @@ from keras_mp.backends.torch.measures import TorchMeasures
 from keras_mp.backends.torch.private import copy_all
 from keras_mp.backends.torch.step import TorchStep, highest_of_all_processes
 from keras_mp.backends.train_step import any_measured, logs_of_step, loss_is_finite
+from keras_mp.types import Model, Variable
 
 
 class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
@@ -43,7 +44,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     def interruptible(self) -> dict[str, Wrapper]:
         return dict.fromkeys(("fit", "evaluate", "predict"), _ends_in_its_grad_mode)
 
-    def set_dtype(self, variable: Any, dtype: str) -> None:
+    def set_dtype(self, variable: Variable, dtype: str) -> None:
         # In place: torch's modules and optimizers hold this parameter object.
         parameter = private.raw_value(variable)
         if parameter is not None:
@@ -54,7 +55,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
         return bool(ops.convert_to_tensor(0.0).is_meta)
 
     def make_train_function(
-        self, model: Any, original: Callable, force: bool, wrap: Wrapper
+        self, model: Model, original: Callable, force: bool, wrap: Wrapper
     ) -> None:
         # On torch Keras looks up `train_step` at each call: wrap the train function.
         before = model.train_function
@@ -62,7 +63,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
         if model.train_function is not before:
             model.train_function = wrap(model.train_function)
 
-    def undo_skipped(self, model: Any, scaling: Any, step: Callable) -> Callable:
+    def undo_skipped(self, model: Model, scaling: Any, step: Callable) -> Callable:
         # Frozen weights, which may be nearly all weights, are copied only if the step
         # assigns to them: what torch itself writes into one is not put back.
         def undoing(data: Any) -> Any:
@@ -80,7 +81,7 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
                         buffer.copy_(value)
                     self.set_generator_states(generators)
 
-            def note(variable: Any) -> None:
+            def note(variable: Variable) -> None:
                 if id(variable) in frozen and id(variable) not in before:
                     before.update(_with_values([variable]))
 
@@ -129,7 +130,7 @@ def _ends_in_its_grad_mode(original: Callable) -> Callable:
     return run
 
 
-def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]]:
+def _with_values(variables: Iterable[Variable]) -> dict[int, tuple[Any, torch.Tensor]]:
     """Variables and copies of their values, by id: one kernel copies each dtype."""
     alike = collections.defaultdict(list)
     for variable in variables:
@@ -142,14 +143,14 @@ def _with_values(variables: Iterable[Any]) -> dict[int, tuple[Any, torch.Tensor]
     return {id(v): (v, copy) for group in alike.values() for v, _, copy in group}
 
 
-def _frozen_weights(model: Any) -> list[Any]:
+def _frozen_weights(model: Model) -> list[Any]:
     """Weights that `trainable = False` on a layer keeps as they are."""
     layers = private.layers_in(model)
     weights = (v for layer in layers for v in private.own_trainable(layer))
     return [v for v in weights if not v.trainable]
 
 
-def _buffers(model: Any) -> list[torch.Tensor]:
+def _buffers(model: Model) -> list[torch.Tensor]:
     """What modules of torch keep that is no weight, such as running means."""
     layers = private.layers_in(model)
     modules = [x for x in layers if isinstance(x, keras.layers.TorchModuleWrapper)]

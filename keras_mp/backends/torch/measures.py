@@ -12,6 +12,7 @@ from keras_mp.backends.devices import Device, parse_capability
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.measures import WIDE_INTEGERS, IntegerCast, Measures
 from keras_mp.backends.torch.private import is_transformed
+from keras_mp.types import Tensor
 
 
 def differentiate(
@@ -19,7 +20,7 @@ def differentiate(
 ) -> tuple[Any, list, list, list]:
     seen: list[Any] = []
 
-    def see(x: Any) -> tuple[Any, bool]:
+    def see(x: Tensor) -> tuple[Any, bool]:
         # A tensor inside torch.vmap must not leave it.
         here = isinstance(x, torch.Tensor) and not is_transformed(x)
         if not (here and x.is_floating_point()):

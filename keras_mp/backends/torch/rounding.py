@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from keras_mp.backends.torch.sharding import on_own_part
+from keras_mp.types import Tensor
 
 
-def stochastic_rounding(seed: Any, step: Any) -> Callable[[Any], Any]:
+def stochastic_rounding(seed: Tensor, step: Any) -> Callable[[Any], Any]:
     # Each step has its own seed. Reading the step number waits for the device.
     start = int(seed) * 0x9E3779B97F4A7C15 + int(step)
     generators: dict[Any, torch.Generator] = {}

@@ -21,6 +21,7 @@ from torch import distributed
 import keras_mp.keras_private as private
 from keras_mp.backends.leaves import leaves
 from keras_mp.backends.torch.private import is_view
+from keras_mp.types import Layer, Model, Tensor, Variable, Variables
 
 if distributed.is_available():
     from torch.distributed import fsdp
@@ -48,7 +49,7 @@ class Owner(torch.nn.Module):
     """
 
     def __init__(
-        self, variables: Sequence[Any], call: Callable, within: Sequence["Owner"]
+        self, variables: Variables, call: Callable, within: Sequence["Owner"]
     ) -> None:
         super().__init__()
         self.variables: dict[str, Any] = {}
@@ -59,7 +60,7 @@ class Owner(torch.nn.Module):
             self.register_parameter(name, private.raw_value(variable))
             self.variables[name] = variable
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor) -> None:
         super().__setattr__(name, value)
         variable = vars(self).get("variables", {}).get(name)
         if variable is not None:
@@ -70,7 +71,7 @@ class Owner(torch.nn.Module):
 
 
 def fully_shard(
-    model: Any, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
+    model: Model, groups: Sequence[tuple[Any, Sequence[Any]]], mesh: Any
 ) -> None:
     _check(model, mesh)
     if mesh is None:
@@ -121,7 +122,7 @@ def _begin_at(root: Owner) -> None:
     root.reshard()  # type: ignore[operator]  # torch has made it an FSDPModule.
 
 
-def _without_views(x: Any) -> Any:
+def _without_views(x: Tensor) -> Any:
     """What a layer returned, with copies of views.
 
     torch adds a hook to the output, which gathers the weights for the gradient. An
@@ -136,11 +137,11 @@ def _without_views(x: Any) -> Any:
     return x
 
 
-def shards_in_vain(layer: Any) -> bool:
+def shards_in_vain(layer: Layer) -> bool:
     return distributed.is_available() and isinstance(layer, fsdp.FSDPModule)
 
 
-def _check(model: Any, mesh: Any) -> None:
+def _check(model: Model, mesh: Any) -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
             "`fully_shard` needs processes that know each other. Start the script with "
@@ -194,7 +195,7 @@ def _mean(grad: torch.Tensor, mesh: Any) -> torch.Tensor:
     return grad / mesh.size()
 
 
-def _give(variable: Any, value: torch.Tensor) -> None:
+def _give(variable: Variable, value: torch.Tensor) -> None:
     private.set_raw_value(variable, value)
     if isinstance(value, DTensor):
         if id(variable) not in _shards:
@@ -202,7 +203,7 @@ def _give(variable: Any, value: torch.Tensor) -> None:
         _shards[id(variable)] = value
 
 
-def shard_like(reference: Any, variable: Any) -> None:
+def shard_like(reference: Any, variable: Variable) -> None:
     shard = _shards.get(id(reference))
     if shard is not None and variable.shape == reference.shape:
         value = _part_of(private.raw_value(variable).data, shard)
@@ -218,7 +219,7 @@ def _part_of(value: torch.Tensor, shard: DTensor) -> torch.Tensor:
     return whole.redistribute(placements=shard.placements)
 
 
-def write(variable: Any, value: Any) -> bool:
+def write(variable: Variable, value: Tensor) -> bool:
     """Writes if the variable or the value is sharded; returns False if neither is."""
     shard, raw = _shards.get(id(variable)), private.raw_value(variable)
     if shard is None and not isinstance(value, DTensor):
@@ -231,7 +232,7 @@ def write(variable: Any, value: Any) -> bool:
     return True
 
 
-def among_shards(variables: Sequence[Any]) -> contextlib.AbstractContextManager:
+def among_shards(variables: Variables) -> contextlib.AbstractContextManager:
     if not _shards or not any(id(v) in _shards for v in variables):
         return contextlib.nullcontext()
     whole = [v for v in variables if v.shape and id(v) not in _shards]
@@ -271,7 +272,7 @@ def on_own_part(
     )
 
 
-def _whole(x: Any) -> Any:
+def _whole(x: Tensor) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -279,7 +280,7 @@ def converted_whole(original: Callable) -> Callable:
     """Makes Keras' `convert_to_numpy` gather sharded tensors; all processes call it."""
 
     @functools.wraps(original)
-    def convert_to_numpy(x: Any) -> Any:
+    def convert_to_numpy(x: Tensor) -> Any:
         return original(_whole(x))
 
     return convert_to_numpy
@@ -299,7 +300,7 @@ def read_whole(original: Callable) -> Callable:
     return __array__
 
 
-def write_file(model: Any, write: Callable[[], Any]) -> Any:
+def write_file(model: Model, write: Callable[[], Any]) -> Any:
     if model not in _models:
         return write()
     optimizer = getattr(model, "optimizer", None)

@@ -13,12 +13,13 @@ from keras_mp.backends.step import INFINITE, NAN, Step
 from keras_mp.backends.torch import rounding
 from keras_mp.backends.torch.private import unscale_and_check
 from keras_mp.backends.torch.sharding import local
+from keras_mp.types import Gradients, Tensor, Variables
 
 # Devices with one kernel for Adam's update, and one that checks all gradients.
 HAVE_KERNELS = ("cpu", "cuda")
 
 
-def unscale(grads: Sequence[Any], inverse_scale: Any) -> list[Any]:
+def unscale(grads: Gradients, inverse_scale: Tensor) -> list[Any]:
     return [None if g is None else g.to(_wide(g)).mul(inverse_scale) for g in grads]
 
 
@@ -27,7 +28,7 @@ def _wide(grad: torch.Tensor) -> torch.dtype:
 
 
 def unscale_in_place(
-    grads: Sequence[Any], scale: Any, variables: Sequence[Any]
+    grads: Gradients, scale: Tensor, variables: Variables
 ) -> tuple[list[Any], torch.Tensor] | None:
     present = [local(g) for g in grads if g is not None]
     device = present[0].device
@@ -46,7 +47,7 @@ def unscale_in_place(
     return unscaled, found
 
 
-def _own_memory(grads: Sequence[Any], variables: Sequence[Any]) -> set[int]:
+def _own_memory(grads: Gradients, variables: Variables) -> set[int]:
     """Which gradients are their variable's wide `.grad`, in memory of their own."""
     parts: list[Any] = [None if g is None else local(g) for g in grads]
     users = collections.Counter(p.data_ptr() for p in parts if p is not None)
@@ -75,7 +76,7 @@ def check(
     return not codes[:-1].any(), codes
 
 
-def nonfinite(grads: Sequence[Any]) -> torch.Tensor:
+def nonfinite(grads: Gradients) -> torch.Tensor:
     device = next(g.device for g in grads if g is not None)
     codes = torch.zeros(len(grads), dtype=torch.int8, device=device)
     for index, grad in enumerate(grads):

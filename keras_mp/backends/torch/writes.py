@@ -17,6 +17,7 @@ import torch
 
 import keras_mp.keras_private as private
 from keras_mp.backends.torch import sharding
+from keras_mp.types import Tensor, Variable
 
 # Of each thread: threads may train models that share variables.
 _thread = threading.local()
@@ -27,7 +28,7 @@ def noted_by(note: Callable[[Any], None]) -> Iterator[None]:
     """Calls `note(variable)` before each write of this thread to a variable."""
     outer = getattr(_thread, "note", None)
 
-    def both(variable: Any) -> None:
+    def both(variable: Variable) -> None:
         note(variable)
         if outer is not None:  # A step within a step.
             outer(variable)
@@ -43,7 +44,7 @@ def reach_the_variable(original: Callable) -> Callable:
     """Writes into the variable if its `value` is a copy in another dtype."""
 
     @functools.wraps(original)
-    def write(self: Any, value: Any) -> None:
+    def write(self: Any, value: Tensor) -> None:
         note = getattr(_thread, "note", None)
         if note is not None:
             note(self)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_mp.backends.interface import HALF, Wrapper
+from keras_mp.types import Tensor
 
 
 # Compiled in float16 for an H100, and read as flops and bytes, a decoder of two blocks
@@ -24,7 +25,7 @@ def kernels() -> dict[str, Wrapper]:
 
 
 def _gelu(original: Callable) -> Callable:
-    def cheap(x: Any, approximate: bool = True) -> Any:
+    def cheap(x: Tensor, approximate: bool = True) -> Any:
         return original(x, approximate) if approximate else gelu(x)
 
     return _keeping_slopes(original, cheap)
@@ -34,15 +35,15 @@ def _keeping_slopes(original: Callable, cheap: Callable | None = None) -> Callab
     """The activation; `cheap` computes the same where slopes are kept, if given."""
 
     @functools.wraps(original)
-    def activation(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def activation(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Outside a trace, nothing is differentiated.
         if not isinstance(x, jax.core.Tracer) or x.dtype.name not in HALF:
             return original(x, *args, **kwargs)
 
-        def plain(x: Any) -> Any:
+        def plain(x: Tensor) -> Any:
             return original(x, *args, **kwargs)
 
-        def same(x: Any) -> Any:
+        def same(x: Tensor) -> Any:
             return (cheap or original)(x, *args, **kwargs)
 
         return lax.platform_dependent(x, tpu=plain, default=_with_slopes(same))
@@ -52,7 +53,7 @@ def _keeping_slopes(original: Callable, cheap: Callable | None = None) -> Callab
 
 def _with_slopes(function: Callable) -> Callable:
     @jax.custom_jvp
-    def run(x: Any) -> Any:
+    def run(x: Tensor) -> Any:
         return function(x)
 
     @run.defjvp
@@ -66,7 +67,7 @@ def _with_slopes(function: Callable) -> Callable:
     return run
 
 
-def gelu(x: Any) -> Any:
+def gelu(x: Tensor) -> Any:
     """GELU, computed in float32, as torch does.
 
     It calls the error function, where JAX calls the complementary one: this takes a

@@ -1,10 +1,10 @@
 """Scaled dot-product attention by the fused kernel that the device has."""
 
 from collections.abc import Callable
-from typing import Any
 
 from keras_mp.kernels.jax import cudnn_attention, splash_attention
 from keras_mp.repairs.jax import attention
+from keras_mp.types import Tensor
 
 
 def chosen_by_device(original: Callable) -> Callable:
@@ -13,7 +13,7 @@ def chosen_by_device(original: Callable) -> Callable:
 
 
 def _kernels_for(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor
 ) -> dict[str, Callable]:
     found: dict[str, Callable] = {}
     if cudnn_attention.takes(query, key, value):

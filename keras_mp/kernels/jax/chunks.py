@@ -16,6 +16,7 @@ from keras_mp.kernels.jax.logits import Product
 from keras_mp.kernels.jax.products import in_float32, multiply
 from keras_mp.kernels.products import size_of_chunk
 from keras_mp.repairs.jax import one_pass
+from keras_mp.types import Tensor
 
 
 def losses(head: Product, number: int, *operands: Any) -> Any:
@@ -37,7 +38,7 @@ def losses(head: Product, number: int, *operands: Any) -> Any:
     def run(*operands: Any) -> Any:
         return forward(*operands)[0]
 
-    def forward(inputs: Any, kernel: Any, others: Sequence, targets: Any) -> Any:
+    def forward(inputs: Any, kernel: Tensor, others: Sequence, targets: Tensor) -> Any:
         operands = inputs, kernel, others, targets
         parts = [chunk.part(kernel).astype(how.dtype) for chunk in chunks]
         own = jnp.zeros(inputs.shape[:-1], "float32")
@@ -128,7 +129,7 @@ class _Chunk:
     def logits(self, product: Any, others: Sequence) -> Any:
         return self._head.follow(product, others, self.start, self._stop)
 
-    def own(self, logits: Any, targets: Any) -> Any:
+    def own(self, logits: Tensor, targets: Tensor) -> Any:
         """The logits of the targets that are among these classes, 0 for the others."""
         if of_targets.are_probabilities(targets):
             return jnp.sum(self.part(targets) * logits, axis=-1)
@@ -136,7 +137,7 @@ class _Chunk:
         is_here = one_pass.is_class(labels, logits)
         return jnp.where(is_here, one_pass.own(logits, labels), 0)
 
-    def targets(self, targets: Any, logits: Any) -> Any:
+    def targets(self, targets: Tensor, logits: Tensor) -> Any:
         """The probabilities of these classes."""
         if of_targets.are_probabilities(targets):
             return self.part(targets)
@@ -150,7 +151,7 @@ class _Chunk:
         operands = self._head.operands
         rows = tuple(range(inputs.ndim - 1))
 
-        def run(a: Any, b: Any, dtype: str) -> Any:
+        def run(a: Tensor, b: Tensor, dtype: str) -> Any:
             dims = (rows, rows), ((), ())
             return lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
@@ -159,5 +160,5 @@ class _Chunk:
             return in_float32(run, *pair)
         return run(*pair, operands.gradient)
 
-    def part(self, x: Any) -> Any:
+    def part(self, x: Tensor) -> Any:
         return lax.slice_in_dim(x, self.start, self._stop, axis=x.ndim - 1)

@@ -14,6 +14,7 @@ from jax import lax
 
 from keras_mp.backends.interface import HALF, Wrapper, around
 from keras_mp.backends.known import IN_USE, Known
+from keras_mp.types import Tensor
 
 _OPERATIONS = "conv", "conv_transpose", "depthwise_conv"
 _results: Known[bool] = Known()
@@ -61,14 +62,14 @@ def _noted(original: Callable) -> Callable:
 
 def _relu_of_a_convolution(original: Callable) -> Callable:
     @functools.wraps(original)
-    def activation(x: Any) -> Any:
+    def activation(x: Tensor) -> Any:
         return relu(x) if _results.get(x) else original(x)
 
     return activation
 
 
 @jax.custom_jvp
-def relu(x: Any) -> Any:
+def relu(x: Tensor) -> Any:
     return jnp.maximum(x, 0)
 
 

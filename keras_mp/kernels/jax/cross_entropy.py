@@ -17,6 +17,7 @@ from keras_mp.repairs.jax import softmax
 from keras_mp.repairs.jax.cross_entropy import in_one_pass, may_be_parted_by_classes
 from keras_mp.repairs.jax.logits import known, note
 from keras_mp.repairs.products import in_scope
+from keras_mp.types import Tensor
 
 
 def kernels() -> dict[str, Wrapper]:
@@ -33,7 +34,7 @@ def _in_chunks_or_one_pass(original: Callable) -> Callable:
 
 def _softmax(original: Callable) -> Callable:
     @functools.wraps(original)
-    def noting(x: Any, axis: int = -1) -> Any:
+    def noting(x: Tensor, axis: int = -1) -> Any:
         probabilities = original(x, axis)
         if axis == -1 and (in_scope() or known(x)):
             note(probabilities, Probabilities(x))
@@ -46,7 +47,7 @@ def _loss_of_probabilities(original: Callable) -> Callable:
     # After a softmax Keras clips each probability: we leave that alone.
     @functools.wraps(original)
     def loss(
-        target: Any, output: Any, from_logits: bool = False, axis: int = -1
+        target: Any, output: Tensor, from_logits: bool = False, axis: int = -1
     ) -> Any:
         is_known = from_logits and isinstance(known(output), Product)
         if not is_known or axis not in (-1, output.ndim - 1):
@@ -60,7 +61,7 @@ def _loss_of_probabilities(original: Callable) -> Callable:
     return loss
 
 
-def _in_chunks(x: Any, targets: Any, output: Any) -> Any | None:
+def _in_chunks(x: Tensor, targets: Tensor, output: Tensor) -> Any | None:
     """The losses of logits, in chunks; None if the logits are small or not known.
 
     Args:

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from keras_mp.kernels.jax.private import cudnn_assumed
+from keras_mp.types import Tensor
 
 # The size of a head is a multiple of 8, up to the first; before Hopper, the second.
 LARGEST, LARGEST_BEFORE_HOPPER = 256, 128
 AMPERE, HOPPER = (8, 0), (9, 0)
 
 
-def takes(query: Any, key: Any, value: Any) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Can the kernel compute it, on the GPU of this process?
 
     Without a GPU here, an Ampere GPU or a later one is assumed.
@@ -36,7 +37,12 @@ def takes(query: Any, key: Any, value: Any) -> bool:
 
 
 def attend(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor,
+    **options: Any,
 ) -> Any:
     """Takes and returns what `jax.nn.dot_product_attention` does.
 
@@ -66,7 +72,7 @@ def attend(
     return result[:, :length]
 
 
-def _padded(x: Any, sizes: tuple[int, ...]) -> Any:
+def _padded(x: Tensor, sizes: tuple[int, ...]) -> Any:
     """Pads the end of each axis with zeros, or False."""
     if x is None or not any(sizes):
         return x

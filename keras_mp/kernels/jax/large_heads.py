@@ -15,6 +15,7 @@ from jax import lax
 from keras_mp.kernels.jax import chunks, rows
 from keras_mp.kernels.jax.logits import Product
 from keras_mp.kernels.products import number_of_chunks
+from keras_mp.types import Tensor
 
 
 def number_for(head: Product) -> int:
@@ -28,7 +29,7 @@ def number_for(head: Product) -> int:
     return number_of_chunks(count, head.kernel.shape[-1], how.logits)
 
 
-def losses(head: Product, targets: Any, number: int) -> Any:
+def losses(head: Product, targets: Tensor, number: int) -> Any:
     """The losses (...,), and the class of the largest logit (...,) if metrics read it.
 
     There is no forward derivative (`jax.jvp`).

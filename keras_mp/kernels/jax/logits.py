@@ -18,6 +18,7 @@ from keras_mp.backends.known import IN_USE, Known
 from keras_mp.kernels.jax.private import are_of_one_trace
 from keras_mp.repairs.jax.logits import known, note, noted
 from keras_mp.repairs.products import HalfOperands
+from keras_mp.types import Tensor
 
 
 class Product(NamedTuple):
@@ -63,7 +64,7 @@ _classes: Known[Any] = Known()  # The classes of the largest logits.
 IN_USE.append(_classes.facts)
 
 
-def note_classes(losses: Any, output: Any, classes: Any) -> Any:
+def note_classes(losses: Any, output: Tensor, classes: Any) -> Any:
     """Remembers the class of an output's largest element for metrics that read it.
 
     Args:
@@ -82,7 +83,7 @@ def note_classes(losses: Any, output: Any, classes: Any) -> Any:
 # where the model's output is another tracer. `_note_outside` gets that: JAX calls it
 # with the values that the tracers of the differentiation stand for.
 @jax.custom_jvp
-def _noting(losses: Any, output: Any, classes: Any) -> Any:
+def _noting(losses: Any, output: Tensor, classes: Any) -> Any:
     return losses
 
 
@@ -121,7 +122,7 @@ def kernels(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
 
 def _argmax(original: Callable) -> Callable:
     @functools.wraps(original)
-    def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+    def argmax(x: Tensor, axis: int | None = None, keepdims: bool = False) -> Any:
         classes = _classes.get(x) if _classes.facts else None
         is_known = classes is not None and axis in (-1, x.ndim - 1) and not keepdims
         if is_known and are_of_one_trace(x, classes):

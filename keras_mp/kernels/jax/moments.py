@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import Wrapper
+from keras_mp.types import Tensor
 
 
 def kernels() -> dict[str, Wrapper]:
@@ -25,7 +26,7 @@ def kernels() -> dict[str, Wrapper]:
 def _moments(original: Callable) -> Callable:
     @functools.wraps(original)
     def moments(
-        x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
+        x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = False
     ) -> Any:
         # Normalization in half precision casts its input; layers in float32 keep their
         # gradients to the bit.
@@ -43,7 +44,7 @@ def _moments(original: Callable) -> Callable:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _mean_and_variance(axes: tuple[int, ...], x: Any) -> tuple[Any, Any]:
+def _mean_and_variance(axes: tuple[int, ...], x: Tensor) -> tuple[Any, Any]:
     return jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
 
 

@@ -3,9 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from keras_mp.replaced import replaced
+from keras_mp.types import Tensor
 
 # JAX checks the cuDNN of this process when it traces attention. It raises if there is
 # none, though the program may be compiled for a GPU from here.
@@ -28,7 +28,7 @@ def cudnn_assumed() -> Iterator[None]:
         yield
 
 
-def are_of_one_trace(a: Any, b: Any) -> bool:
+def are_of_one_trace(a: Tensor, b: Tensor) -> bool:
     """Do two tensors belong to one program?
 
     JAX raises if a tracer of an inner program is used outside it.

@@ -16,6 +16,7 @@ from keras_mp.kernels import products
 from keras_mp.kernels.jax import logits
 from keras_mp.kernels.jax.logits import Product
 from keras_mp.repairs.products import HalfOperands
+from keras_mp.types import Tensor
 
 
 def kernels() -> dict[str, Wrapper]:
@@ -24,19 +25,21 @@ def kernels() -> dict[str, Wrapper]:
     )
 
 
-def _product(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+def _product(run: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
     result = _with_half_operands(run, a, b, operands)
     if run is multiply and b.ndim == 2:
         logits.note(result, Product(a, b, operands))
     return result
 
 
-def _with_half_operands(run: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+def _with_half_operands(
+    run: Callable, a: Tensor, b: Tensor, operands: HalfOperands
+) -> Any:
     if operands.tied and operands.gradient != "float32" and b.ndim == 2:
         return _product_with_tied_weights(operands.dtype, a, b)
 
     @jax.custom_jvp
-    def product(a: Any, b: Any) -> Any:
+    def product(a: Tensor, b: Tensor) -> Any:
         return in_float32(run, a.astype(operands.dtype), b.astype(operands.dtype))
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
@@ -54,7 +57,7 @@ def _with_half_operands(run: Callable, a: Any, b: Any, operands: HalfOperands) -
     return product(a, b)
 
 
-def in_float32(run: Callable, a: Any, b: Any) -> Any:
+def in_float32(run: Callable, a: Tensor, b: Tensor) -> Any:
     """The product of half-precision tensors in float32.
 
     On CPUs it multiplies float32 tensors, with the same result: XLA has no kernel there
@@ -69,7 +72,7 @@ def in_float32(run: Callable, a: Any, b: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product_with_tied_weights(half: str, a: Any, b: Any) -> Any:
+def _product_with_tied_weights(half: str, a: Tensor, b: Tensor) -> Any:
     """The product of a (..., k) and b (k, n), with the gradient by b in float32.
 
     No JAX operation has a transpose with half operands and a float32 result. So this
@@ -78,11 +81,11 @@ def _product_with_tied_weights(half: str, a: Any, b: Any) -> Any:
     return in_float32(multiply, a.astype(half), b.astype(half))
 
 
-def _forward(half: str, a: Any, b: Any) -> tuple[Any, Any]:
+def _forward(half: str, a: Tensor, b: Tensor) -> tuple[Any, Any]:
     return _product_with_tied_weights(half, a, b), (a, b)
 
 
-def _backward(half: str, operands: Any, gradient: Any) -> tuple[Any, Any]:
+def _backward(half: str, operands: Any, gradient: Tensor) -> tuple[Any, Any]:
     a, b = operands
     half_a, half_b, half_gradient = (x.astype(half) for x in (a, b, gradient))
     rows = tuple(range(a.ndim - 1))
@@ -99,11 +102,11 @@ def _backward(half: str, operands: Any, gradient: Any) -> tuple[Any, Any]:
 _product_with_tied_weights.defvjp(_forward, _backward)
 
 
-def _matmul(x1: Any, x2: Any) -> tuple[Any, Any, Callable]:
+def _matmul(x1: Tensor, x2: Tensor) -> tuple[Any, Any, Callable]:
     return x1, x2, multiply
 
 
-def multiply(a: Any, b: Any, dtype: str) -> Any:
+def multiply(a: Tensor, b: Tensor, dtype: str) -> Any:
     return jnp.matmul(a, b, preferred_element_type=dtype)
 
 
@@ -111,7 +114,7 @@ def _einsum(subscripts: str, *operands: Any, **options: Any) -> tuple | None:
     if re.fullmatch(r"(.*)(\w),\2(\w)->\1\3", subscripts.replace(" ", "")):
         return (*operands, multiply)
 
-    def run(a: Any, b: Any, dtype: str) -> Any:
+    def run(a: Tensor, b: Tensor, dtype: str) -> Any:
         wanted = options | {"preferred_element_type": dtype}
         return jnp.einsum(subscripts, a, b, **wanted)
 
@@ -120,7 +123,7 @@ def _einsum(subscripts: str, *operands: Any, **options: Any) -> tuple | None:
 
 def _conv(
     inputs: Any,
-    kernel: Any,
+    kernel: Tensor,
     strides: Any = 1,
     padding: str = "valid",
     data_format: str | None = None,
@@ -132,7 +135,7 @@ def _conv(
     layout = f"N{axes}C" if last else f"NC{axes}"
     channels = inputs.shape[-1 if last else 1]
 
-    def run(a: Any, b: Any, dtype: str) -> Any:
+    def run(a: Tensor, b: Tensor, dtype: str) -> Any:
         return lax.conv_general_dilated(
             a,
             b,
@@ -147,5 +150,5 @@ def _conv(
     return inputs, kernel, run
 
 
-def _for_each(axes: str, value: Any) -> Sequence[int]:
+def _for_each(axes: str, value: Tensor) -> Sequence[int]:
     return (value,) * len(axes) if isinstance(value, int) else value

@@ -17,6 +17,7 @@ from keras_mp.kernels.jax import targets as of_targets
 from keras_mp.kernels.jax.logits import Product
 from keras_mp.kernels.jax.products import in_float32, multiply
 from keras_mp.repairs.jax import one_pass
+from keras_mp.types import Tensor
 
 # Slopes by the logits are at most 1, and kept times this. In float16 those below 2**-32
 # are then 0, and those above 2**-21 have 11 bits. The inputs are divided by it, and
@@ -47,7 +48,7 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
     how, classes = head.operands, head.kernel.shape[-1]
     shape = head.inputs.shape[:-1]
 
-    def chunks(inputs: Any, others: Sequence, targets: Any) -> tuple:
+    def chunks(inputs: Any, others: Sequence, targets: Tensor) -> tuple:
         """Inputs, others, and targets, all (number, ...)."""
         return (
             _split(inputs, number, shape),
@@ -127,7 +128,7 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
         return by_inputs, by_kernel.astype(kernel.dtype), by_others, by_targets
 
     def by_probabilities(
-        inputs: Any, kernel: Any, others: Sequence, targets: Any
+        inputs: Any, kernel: Tensor, others: Sequence, targets: Tensor
     ) -> Any:
         """The derivatives by them, hardly ever asked for: from logits made again."""
         half, parts = kernel.astype(how.dtype), chunks(inputs, others, targets)
@@ -141,7 +142,7 @@ def losses(head: Product, number: int, *operands: Any) -> tuple[Any, Any]:
     return run(*operands)
 
 
-def _contract(a: Any, b: Any, dtype: str) -> Any:
+def _contract(a: Tensor, b: Tensor, dtype: str) -> Any:
     """The product of (..., rows, width) and (..., rows, classes) over all rows."""
     dims = ((0, 1), (0, 1)), ((), ())
     return lax.dot_general(a, b, dims, preferred_element_type=dtype)
@@ -152,22 +153,22 @@ def _empty(shape: Sequence[int], dtype: str) -> Any:
     return getattr(lax, "empty", jnp.zeros)(tuple(shape), dtype)
 
 
-def _is_of_all_rows(x: Any) -> bool:
+def _is_of_all_rows(x: Tensor) -> bool:
     return math.prod(x.shape[:-1]) == 1
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: Tensor) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _of_bias(by_bias: Any, bias: Any) -> Any:
+def _of_bias(by_bias: Any, bias: Tensor) -> Any:
     """The gradient of a bias, from that of one for each class."""
     if bias.size == 1:
         by_bias = jnp.sum(by_bias)
     return jnp.reshape(by_bias, bias.shape).astype(bias.dtype)
 
 
-def _split(x: Any, number: int, shape: Sequence[int]) -> Any:
+def _split(x: Tensor, number: int, shape: Sequence[int]) -> Any:
     """The rows of (*shape, ...) as (number, rows, ...), filled up with zeros.
 
     Each chunk takes every `number`-th row: so each device has some of every chunk.
@@ -178,14 +179,14 @@ def _split(x: Any, number: int, shape: Sequence[int]) -> Any:
     return jnp.swapaxes(jnp.reshape(flat, (-1, number, *flat.shape[1:])), 0, 1)
 
 
-def _split_other(x: Any, number: int, shape: Sequence[int]) -> Any:
+def _split_other(x: Tensor, number: int, shape: Sequence[int]) -> Any:
     """The same of what broadcasts to logits; if it has no rows, (number, ...)."""
     if _is_of_all_rows(x):
         return jnp.broadcast_to(jnp.reshape(x, x.shape[-1:]), (number, *x.shape[-1:]))
     return _split(jnp.broadcast_to(x, (*shape, x.shape[-1])), number, shape)
 
 
-def _joined(x: Any, shape: Sequence[int]) -> Any:
+def _joined(x: Tensor, shape: Sequence[int]) -> Any:
     """The rows of (number, rows, ...) again: (*shape, ...)."""
     flat = jnp.reshape(jnp.swapaxes(x, 0, 1), (-1, *x.shape[2:]))
     return jnp.reshape(flat[: math.prod(shape)], (*shape, *x.shape[2:]))

@@ -9,12 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from keras_mp.types import Tensor
+
 # The kernel's blocks have this many rows and, in older JAX, this many columns.
 BLOCK = 128
 ANY_SIZE = (0, 10, 0)
 
 
-def takes(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> bool:
+def takes(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor
+) -> bool:
     """Can the kernel compute it? It takes no float16, and only constant masks."""
     sizes = query.shape[-1], value.shape[-1]
     return (
@@ -30,7 +34,12 @@ def takes(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> bool:
 
 
 def attend(
-    query: Any, key: Any, value: Any, *nothing: Any, scale: float, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *nothing: Any,
+    scale: float,
+    is_causal: bool,
 ) -> Any:
     """Takes and returns what `jax.nn.dot_product_attention` does."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash

@@ -5,35 +5,36 @@ from typing import Any
 import jax.numpy as jnp
 
 from keras_mp.repairs.jax import one_pass
+from keras_mp.types import Tensor
 
 
-def are_probabilities(targets: Any) -> bool:
+def are_probabilities(targets: Tensor) -> bool:
     """Are they (..., classes), not integer labels (...,)?"""
     return jnp.issubdtype(targets.dtype, jnp.floating)
 
 
-def weights(targets: Any) -> Any:
+def weights(targets: Tensor) -> Any:
     """The sums of their probabilities: (...,)."""
     if are_probabilities(targets):
         return jnp.sum(targets, axis=-1)
     return jnp.ones(targets.shape, "float32")
 
 
-def are_none(targets: Any, classes: int) -> Any:
+def are_none(targets: Tensor, classes: int) -> Any:
     """Which labels are not classes: (...,). Their loss is 0."""
     if are_probabilities(targets):
         return False
     return (targets < 0) | (targets >= classes)
 
 
-def own(logits: Any, targets: Any) -> Any:
+def own(logits: Tensor, targets: Tensor) -> Any:
     """The logits of the targets (...,); any number for a label that is not a class."""
     if are_probabilities(targets):
         return jnp.sum(targets * logits, axis=-1)
     return one_pass.own(logits, targets)
 
 
-def slopes(logits: Any, total: Any, own: Any, targets: Any) -> Any:
+def slopes(logits: Tensor, total: Any, own: Any, targets: Tensor) -> Any:
     """The derivatives of the losses by the logits (..., classes).
 
     Args:

@@ -13,13 +13,14 @@ from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.step import compiled_by_xla
 from keras_mp.kernels import matrices, products
 from keras_mp.repairs.products import HalfOperands
+from keras_mp.types import Tensor
 
 
 def kernels() -> dict[str, Wrapper]:
     return products.kernels(_product, compiled_by_xla, **matrices.OPERATIONS)
 
 
-def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+def _product(shaped: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
     half, gradient, tied = operands[:3]
 
     @tf.custom_gradient

@@ -16,6 +16,7 @@ from keras_mp.backends.torch.private import fused_adam
 from keras_mp.backends.torch.sharding import local
 from keras_mp.backends.torch.step import HAVE_KERNELS
 from keras_mp.loss_scaling.stage import in_scaled_update
+from keras_mp.types import Gradients, Optimizer, Tensor, Variables
 
 
 def in_one_kernel(original: Callable) -> Callable:
@@ -26,7 +27,7 @@ def in_one_kernel(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def update_step(
-        self: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+        self: Any, grads: Gradients, variables: Variables, learning_rate: Tensor
     ) -> None:
         scaled = in_scaled_update() and _is_adam(type(self))
         if not (scaled and _updated(self, grads, variables, learning_rate)):
@@ -41,7 +42,10 @@ def _is_adam(kind: type) -> bool:
 
 
 def _updated(
-    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    optimizer: Optimizer,
+    grads: Sequence[Tensor],
+    variables: Variables,
+    learning_rate: Tensor,
 ) -> bool:
     """Updates variables in one kernel, if there is one for them."""
     # Each process updates its own shards.
@@ -69,7 +73,7 @@ def _updated(
     return True
 
 
-def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Any]) -> bool:
+def _have_kernel(written: Sequence[torch.Tensor], grads: Sequence[Tensor]) -> bool:
     device = written[0].device
     return (
         device.type in HAVE_KERNELS

@@ -19,6 +19,7 @@ from keras_mp.kernels.products import size_of_chunk
 from keras_mp.kernels.torch.logits import known
 from keras_mp.kernels.torch.products import half_product, product_in_float32
 from keras_mp.repairs.products import HalfOperands
+from keras_mp.types import Tensor
 
 _IGNORED = -100  # The label that torch ignores.
 # Bytes of logits. A GPU's pass over this many takes longer than its launch in Python.
@@ -38,7 +39,7 @@ def number_of_chunks(rows: int, classes: int, logits: str = "in chunks") -> int:
 def _loss(original: Callable) -> Callable:
     @functools.wraps(original)
     def loss(
-        target: Any, output: Any, from_logits: bool = False, axis: int = -1
+        target: Any, output: Tensor, from_logits: bool = False, axis: int = -1
     ) -> Any:
         product = known.get(output)
         is_last = axis in (-1, getattr(output, "ndim", 0) - 1)

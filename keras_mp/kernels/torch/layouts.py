@@ -12,6 +12,7 @@ import keras
 from keras import ops
 
 from keras_mp.backends.leaves import is_half_tensor
+from keras_mp.types import Tensor
 
 
 def convolution_as_it_is(original: Callable) -> Callable:
@@ -20,7 +21,7 @@ def convolution_as_it_is(original: Callable) -> Callable:
     @functools.wraps(original)
     def conv(
         inputs: Any,
-        kernel: Any,
+        kernel: Tensor,
         strides: Any = 1,
         padding: str = "valid",
         data_format: str | None = None,

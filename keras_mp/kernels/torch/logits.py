@@ -12,6 +12,7 @@ from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.known import IN_USE, Known
 from keras_mp.backends.torch.private import is_transformed
 from keras_mp.repairs.products import HalfOperands
+from keras_mp.types import Tensor
 
 
 class Product(NamedTuple):
@@ -44,7 +45,7 @@ def kernels() -> dict[str, Wrapper]:
 
 def _add(original: Callable) -> Callable:
     @functools.wraps(original)
-    def add(x1: Any, x2: Any) -> Any:
+    def add(x1: Tensor, x2: Tensor) -> Any:
         result = original(x1, x2)
         product = known.get(x1) if known.facts else None
         if product is not None and product.bias is None:

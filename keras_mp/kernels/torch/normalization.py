@@ -12,13 +12,14 @@ import torch
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF
+from keras_mp.types import Layer, Tensor
 
 
 def in_one_kernel(original: Callable) -> Callable:
     """Wraps `BatchNormalization.call`."""
 
     @functools.wraps(original)
-    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    def call(self: Any, inputs: Any, training: Any = None, mask: Tensor = None) -> Any:
         learns = bool(training and self.trainable)
         if mask is not None or not _has_kernel(self, inputs, learns):
             return original(self, inputs, training=training, mask=mask)
@@ -27,7 +28,7 @@ def in_one_kernel(original: Callable) -> Callable:
     return call
 
 
-def _has_kernel(layer: Any, x: Any, learns: bool) -> bool:
+def _has_kernel(layer: Layer, x: Tensor, learns: bool) -> bool:
     return (
         type(layer) is keras.layers.BatchNormalization
         and isinstance(x, torch.Tensor)
@@ -41,7 +42,7 @@ def _has_kernel(layer: Any, x: Any, learns: bool) -> bool:
     )
 
 
-def _normalized(layer: Any, x: torch.Tensor, learns: bool) -> torch.Tensor:
+def _normalized(layer: Layer, x: torch.Tensor, learns: bool) -> torch.Tensor:
     axis = layer.axis % x.ndim
     # torch wants channels second. If they are last, all else becomes one dimension.
     seen = x.reshape(-1, x.shape[-1]) if axis == x.ndim - 1 else x.movedim(axis, 1)

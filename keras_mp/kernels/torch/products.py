@@ -14,6 +14,7 @@ from keras_mp.backends.interface import Wrapper
 from keras_mp.kernels import matrices, products
 from keras_mp.kernels.torch import logits
 from keras_mp.repairs.products import HalfOperands
+from keras_mp.types import Tensor
 
 # torch has had the kernel since 2.8; ROCm refuses it.
 _KNOWN = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
@@ -29,13 +30,13 @@ def _have_kernel() -> bool:
     return ops.empty(()).device.type in DEVICES
 
 
-def _product(shaped: Callable, a: Any, b: Any, operands: HalfOperands) -> Any:
+def _product(shaped: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
     result = shaped(half_product(a, b, operands))
     logits.note(result, logits.Product(a, b, operands))
     return result
 
 
-def half_product(a: Any, b: Any, operands: HalfOperands) -> Any:
+def half_product(a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
     half, gradient = (getattr(torch, dtype) for dtype in operands[:2])
     return _half_product(a, b, half, gradient, operands.tied)
 
@@ -46,7 +47,7 @@ def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b, **options)
 
 
-def _half_product(a: Any, b: Any, *options: Any) -> Any:
+def _half_product(a: Tensor, b: Tensor, *options: Any) -> Any:
     # torch.compile refuses functions with a forward derivative.
     compiling = torch.compiler.is_compiling()
     function = HalfProduct if compiling else HalfProductWithJvp

@@ -7,9 +7,10 @@ import jax
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.repairs import broadcasting
+from keras_mp.types import Tensor
 
 
-def is_summed_in_half(x1: Any, x2: Any) -> bool:
+def is_summed_in_half(x1: Tensor, x2: Tensor) -> bool:
     """Does JAX sum the gradient of a broadcast operand in half precision?"""
     return (
         isinstance(x1, jax.Array)

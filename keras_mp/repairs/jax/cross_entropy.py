@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import keras
 
 from keras_mp.repairs.jax import logits, one_pass
+from keras_mp.types import Tensor
 
 # What computes (logits, labels, output) another way, or returns None.
 Otherwise = Callable[[Any, Any, Any], Any | None]
 
 
-def _no_other(x: Any, labels: Any, output: Any) -> None:
+def _no_other(x: Tensor, labels: Tensor, output: Tensor) -> None:
     return None
 
 
@@ -29,7 +30,7 @@ def in_one_pass(original: Callable, otherwise: Otherwise = _no_other) -> Callabl
 
     @functools.wraps(original)
     def loss(
-        target: Any, output: Any, from_logits: bool = False, axis: int = -1
+        target: Any, output: Tensor, from_logits: bool = False, axis: int = -1
     ) -> Any:
         fact = logits.known(output)
         x = getattr(fact, "logits", output)

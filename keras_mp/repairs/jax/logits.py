@@ -8,6 +8,7 @@ import jax
 import keras
 
 from keras_mp.backends.known import IN_USE, Known
+from keras_mp.types import Tensor
 
 
 class Head:
@@ -20,7 +21,7 @@ IN_USE.append(noted.facts)
 known = noted.get
 
 
-def note(tensor: Any, fact: Any) -> None:
+def note(tensor: Tensor, fact: Any) -> None:
     if isinstance(tensor, jax.Array):
         noted.note(tensor, fact)
 

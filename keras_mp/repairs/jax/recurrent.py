@@ -13,6 +13,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends.interface import HALF, Wrapper
+from keras_mp.types import Tensor
 
 NAMES = ("lstm", "bidirectional_lstm")
 
@@ -38,6 +39,6 @@ def _in_float32(original: Callable) -> Callable:
     return lstm
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: Tensor, dtype: Any) -> Any:
     is_float = hasattr(x, "dtype") and keras.backend.is_float_dtype(x.dtype)
     return jnp.asarray(x).astype(dtype) if is_float else x

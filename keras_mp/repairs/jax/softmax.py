@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from keras_mp.backends.interface import HALF
+from keras_mp.types import Tensor
 
 
 def in_float32(original: Callable) -> Callable:
     """Wraps Keras' `softmax`; other dtypes are left alone."""
 
     @functools.wraps(original)
-    def softmax(x: Any, axis: int = -1) -> Any:
+    def softmax(x: Tensor, axis: int = -1) -> Any:
         half = getattr(getattr(x, "dtype", None), "name", None) in HALF
         return _softmax(axis, jnp.asarray(x)) if half else original(x, axis)
 
@@ -27,7 +28,7 @@ def in_float32(original: Callable) -> Callable:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _softmax(axis: int, x: Any) -> Any:
+def _softmax(axis: int, x: Tensor) -> Any:
     return jax.nn.softmax(x.astype("float32"), axis).astype(x.dtype)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_mp.types import Tensor
+
 
 def scaled_first(original: Callable) -> Callable:
     """Scales the queries before their product with the keys, not the product.
@@ -19,7 +21,7 @@ def scaled_first(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def attention(
-        query: Any, key: Any, value: Any, scale: Any = None, **rest: Any
+        query: Tensor, key: Tensor, value: Tensor, scale: Tensor = None, **rest: Any
     ) -> Any:
         query, key, value = (ops.convert_to_tensor(x) for x in (query, key, value))
         if keras.backend.result_type(query.dtype, key.dtype, value.dtype) != "float16":

@@ -1,12 +1,11 @@
 """The repairs on TensorFlow."""
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.repairs import broadcasting
 from keras_mp.repairs.tensorflow import arange, attention
+from keras_mp.types import Tensor
 
 
 def wrappers() -> dict[str, Wrapper]:
@@ -17,7 +16,7 @@ def wrappers() -> dict[str, Wrapper]:
     }
 
 
-def _is_summed_in_half(x1: Any, x2: Any) -> bool:
+def _is_summed_in_half(x1: Tensor, x2: Tensor) -> bool:
     """Does TensorFlow sum the gradient of a broadcast operand in half precision?"""
     return (
         isinstance(x1, tf.Tensor)

@@ -12,6 +12,7 @@ import torch
 from keras import ops
 
 from keras_mp.backends.leaves import is_half_tensor
+from keras_mp.types import Tensor
 
 # Added to a masked logit, this is as good as -inf. If a whole row is masked, -inf gives
 # nan, and a number near bfloat16's largest, as in Keras, makes torch's kernels return a
@@ -24,12 +25,12 @@ def attention_as_it_is(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
-        scale: Any = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor = None,
+        mask: Tensor = None,
+        scale: Tensor = None,
         is_causal: bool = False,
         **rest: Any,
     ) -> Any:
@@ -74,7 +75,9 @@ def _for_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _added_for(mask: Any, query: Any, key: Any, is_causal: bool) -> torch.Tensor:
+def _added_for(
+    mask: Tensor, query: Tensor, key: Tensor, is_causal: bool
+) -> torch.Tensor:
     """What is added to the logits for a mask."""
     mask = ops.convert_to_tensor(mask, "bool")
     if is_causal:

@@ -12,6 +12,7 @@ import keras
 from keras_mp.errors import BreakpointError
 from keras_mp.loss_scaling.optimizer import LossScaleOptimizer
 from keras_mp.loss_scaling.wrapping import wrap_optimizers
+from keras_mp.types import Model
 
 MODEL = "model.keras"
 WEIGHTS = "model.weights.h5"
@@ -37,7 +38,7 @@ class _InMemory(io.BytesIO):
         return self._name
 
 
-def save(model: Any, folder: pathlib.Path) -> str:
+def save(model: Model, folder: pathlib.Path) -> str:
     """Saves a model with its optimizer; returns the name of the file, in `folder`.
 
     A model without a `get_config` cannot be saved, and one with a lambda, in a layer or
@@ -52,7 +53,7 @@ def save(model: Any, folder: pathlib.Path) -> str:
     return name
 
 
-def _model_in_memory(model: Any) -> io.BytesIO | None:
+def _model_in_memory(model: Model) -> io.BytesIO | None:
     """The file of a model, or None if no file can hold it."""
     content = _InMemory(MODEL)
     try:
@@ -109,7 +110,7 @@ def _read(reader: Callable, file: pathlib.Path, **options: Any) -> Any:
         ) from error
 
 
-def _built(model: Any, data: Any) -> Any:
+def _built(model: Model, data: Any) -> Any:
     if not (isinstance(model, keras.Model) and model.compiled):
         raise BreakpointError(
             f"`build()` must return a keras.Model that is compiled. Received: {model!r}"

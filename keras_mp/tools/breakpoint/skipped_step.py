@@ -29,6 +29,7 @@ from keras_mp.tools.breakpoint.folder import (
 )
 from keras_mp.tools.diagnosis.diagnosis import diagnose
 from keras_mp.tools.diagnosis.diagnosis_report import Report
+from keras_mp.types import Model, Variables
 
 _SEEDS = "seeds"
 
@@ -53,7 +54,7 @@ class Step(NamedTuple):
     generators: dict[str, np.ndarray]  # The framework's, before the step.
 
 
-def scaling_of(model: Any, state: Any) -> Scaling | None:
+def scaling_of(model: Model, state: Any) -> Scaling | None:
     """The state of loss scaling; None if the optimizer does not scale, or not yet.
 
     `state` has the values that `fit` passes round on JAX, and is None elsewhere.
@@ -72,7 +73,7 @@ def scaling_of(model: Any, state: Any) -> Scaling | None:
 
 
 def save(
-    folder: pathlib.Path, model: Any, step: Step, after: Scaling, epoch: int
+    folder: pathlib.Path, model: Model, step: Step, after: Scaling, epoch: int
 ) -> tuple[Overflow, pathlib.Path]:
     """Saves a step with its diagnosis; `model` and `after` are as it has left them.
 
@@ -124,18 +125,18 @@ def _restored(
         engine.set_generator_states(generators_now)
 
 
-def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+def _assign(variables: Variables, values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
-def seeds_of(model: Any) -> dict[str, np.ndarray]:
+def seeds_of(model: Model) -> dict[str, np.ndarray]:
     """The states of the seed generators of a model's layers."""
     seeds = [ops.convert_to_numpy(seed) for seed in _seeds(model)]
     return {_SEEDS: np.stack(seeds)} if seeds else {}
 
 
-def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
+def set_random_state(model: Model, states: Mapping[str, np.ndarray]) -> None:
     """Makes the layers of a model draw the same random numbers again.
 
     `states` are those of `seeds_of` and of `generator_states`. Raises a ValueError if
@@ -152,14 +153,14 @@ def set_random_state(model: Any, states: Mapping[str, np.ndarray]) -> None:
     engine.set_generator_states(states)
 
 
-def _seeds(model: Any) -> list[Any]:
+def _seeds(model: Model) -> list[Any]:
     # `variables` includes the states of the seed generators, `weights` does not.
     weights = {id(weight) for weight in model.weights}
     seeds = [v for v in model.variables if id(v) not in weights]
     return list({id(seed): seed for seed in seeds}.values())
 
 
-def diagnosed(model: Any, batch: Batch) -> Report | str:
+def diagnosed(model: Model, batch: Batch) -> Report | str:
     """The diagnosis of a model by a batch, or why there is none."""
     try:
         parts = keras.utils.unpack_x_y_sample_weight(tensors_of(batch))
@@ -168,7 +169,7 @@ def diagnosed(model: Any, batch: Batch) -> Report | str:
         return f"There is no diagnosis: {type(error).__name__}: {error}"
 
 
-def _write_diagnosis(folder: pathlib.Path, model: Any, batch: Batch) -> None:
+def _write_diagnosis(folder: pathlib.Path, model: Model, batch: Batch) -> None:
     report = diagnosed(model, batch)
     (folder / f"{DIAGNOSIS}.txt").write_text(f"{report}\n", "utf-8")
     if not isinstance(report, str):

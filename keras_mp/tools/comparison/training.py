@@ -19,6 +19,7 @@ from keras_mp.tools.comparison.stopwatch import Stopwatch
 from keras_mp.tools.data import TrainingData
 from keras_mp.tools.display.progress_bar import TrainingProgress
 from keras_mp.tools.inspection.layer_facts import layers_of
+from keras_mp.types import Model
 
 # The models that were trained, so that no policy gets one that has learned already.
 _seen: weakref.WeakSet = weakref.WeakSet()
@@ -154,7 +155,7 @@ def _built(plan: Plan, seed: int) -> Any:
     return model
 
 
-def _assign(model: Any, values: Sequence[Any]) -> None:
+def _assign(model: Model, values: Sequence[Any]) -> None:
     shapes = [tuple(v.shape) for v in model.variables]
     if shapes != [value.shape for value in values]:
         raise ValueError(

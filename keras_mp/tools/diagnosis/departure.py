@@ -28,6 +28,7 @@ from keras_mp.tools.temporary_policies import (
     layers_in_half,
     with_float32,
 )
+from keras_mp.types import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Comparison:
         dtype: the half dtype that they are to have.
     """
 
-    def __init__(self, model: Any, batch: Any, choose: Choice, dtype: str) -> None:
+    def __init__(self, model: Model, batch: Any, choose: Choice, dtype: str) -> None:
         self._model, self._batch, self._dtype = model, batch, dtype
         self._choose = in_the_half(choose, dtype)
         with temporary_policies(model, self._choose):

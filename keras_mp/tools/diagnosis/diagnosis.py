@@ -27,6 +27,7 @@ from keras_mp.tools.temporary_policies import (
     policy_name,
     with_float32,
 )
+from keras_mp.types import Model
 
 # How many layers are added, one by one, to those that stay in float32.
 _ROUNDS = 8
@@ -34,7 +35,7 @@ _FIRST_SCALE = 2.0**15  # Where a dynamic loss scale starts.
 
 
 def diagnose(
-    model: Any,
+    model: Model,
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
@@ -83,7 +84,7 @@ def diagnose(
 
 
 def _diagnosis(
-    model: Any, batch: Any, show: Callable[[str, int, float], None]
+    model: Model, batch: Any, show: Callable[[str, int, float], None]
 ) -> Report:
     show("in float32", 0, 0)
     if not model.built:
@@ -136,7 +137,7 @@ def _diagnosis(
     )
 
 
-def check_compiled(model: Any) -> None:
+def check_compiled(model: Model) -> None:
     """Raises if `model` is no model, or is not compiled."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: model={model!r}.")
@@ -147,7 +148,7 @@ def check_compiled(model: Any) -> None:
         )
 
 
-def loss_scale_of(model: Any) -> float:
+def loss_scale_of(model: Model) -> float:
     """The present loss scale, or the one that a dynamic loss scale starts from."""
     optimizer = model.optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -157,7 +158,7 @@ def loss_scale_of(model: Any) -> float:
     return _FIRST_SCALE
 
 
-def _measured(model: Any, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
+def _measured(model: Model, wide: Probe, half: set[int]) -> tuple[Measured, ...]:
     outputs, flowing = [], []
     for o in wide.outputs:
         what = (is_in_half(o.operation, half), layer_of(o.operation))
@@ -257,7 +258,7 @@ def _finite(seen: Probe) -> bool:
     return all(found is None or found.finite for found in ranges)
 
 
-def _agrees_in_bfloat16(model: Any, batch: Any, choose: Choice) -> bool:
+def _agrees_in_bfloat16(model: Model, batch: Any, choose: Choice) -> bool:
     try:
         return Comparison(model, batch, choose, "bfloat16").departure() is None
     except Exception:  # An operation may have no kernel for bfloat16.

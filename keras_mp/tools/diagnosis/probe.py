@@ -11,6 +11,7 @@ from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.policies.paths import layer_path, variable_path
 from keras_mp.tools.calls import results_through
 from keras_mp.tools.diagnosis.ranges import Range, range_of
+from keras_mp.types import Model
 
 
 class Output(NamedTuple):
@@ -30,7 +31,7 @@ class Probe(NamedTuple):
     gradients: dict[str, Range | None]  # By the paths of the trainable variables.
 
 
-def probe(model: Any, batch: tuple[Any, Any, Any], scale: float) -> Probe:
+def probe(model: Model, batch: tuple[Any, Any, Any], scale: float) -> Probe:
     """Runs one batch forward and backward; see `gradients_of`."""
     calls = Calls()
     compiled = model.jit_compile is not False and not model.run_eagerly

@@ -15,6 +15,7 @@ from keras_mp.loss_scaling.one_batch import gradients_of
 from keras_mp.policies.paths import variable_path
 from keras_mp.tools.calls import results_through
 from keras_mp.tools.temporary_policies import is_in_half
+from keras_mp.types import Model
 
 # How many times the error from rounding counts as agreement: healthy models stay below
 # 2.5 times.
@@ -87,7 +88,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    model: Any,
+    model: Model,
     compute: Callable[[], list[Quantity]],
     policy: str,
     half: set[int],
@@ -141,7 +142,7 @@ class _Rounding:
         return x * ops.cast(self._factors(shape), x.dtype)
 
     @contextlib.contextmanager
-    def of_weights(self, model: Any) -> Iterator[None]:
+    def of_weights(self, model: Model) -> Iterator[None]:
         weights = [
             variable
             for layer in private.layers_in(model)
@@ -163,7 +164,7 @@ class _Rounding:
         return (1 + moved).astype("float32")
 
 
-def step(model: Any, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity]:
+def step(model: Model, batch: tuple[Any, Any, Any], scale: float) -> list[Quantity]:
     """Outputs and unscaled gradients of one batch; see `gradients_of`."""
     with same_draws_in_every_dtype():
         # Not compiled: each choice of layers would be compiled again.

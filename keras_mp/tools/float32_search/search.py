@@ -31,6 +31,7 @@ from keras_mp.tools.temporary_policies import (
     policy_name,
     with_float32,
 )
+from keras_mp.types import Model
 
 # Loss scales at which a dynamic one may settle.
 _SCALES = [2.0**k for k in range(0, 25, 4)]
@@ -169,7 +170,7 @@ def _units(whole: Any) -> Iterator[Unit]:
             yield Unit(layer_path(layer), tuple(_units(layer)))
 
 
-def _scales(model: Any) -> list[float]:
+def _scales(model: Model) -> list[float]:
     """The loss scales that may be the model's, the present one first."""
     present, optimizer = loss_scale_of(model), model.optimizer
     if scaling := loss_scaling_of(optimizer):

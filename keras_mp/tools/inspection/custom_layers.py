@@ -22,6 +22,7 @@ import keras
 import keras_mp.keras_private as private
 from keras_mp.policies.layers import children_of, has_map, is_graph, policy_of
 from keras_mp.policies.paths import layer_path
+from keras_mp.types import Layer, Model
 
 _FLOATS = {
     "float16": "float16",
@@ -50,13 +51,13 @@ def is_keras(owner: type) -> bool:
     return owner.__module__.split(".")[0] in ("keras", "keras_mp")
 
 
-def is_custom(layer: Any, method: str) -> bool:
+def is_custom(layer: Layer, method: str) -> bool:
     """Is a layer's method defined outside of Keras?"""
     owners = (owner for owner in type(layer).__mro__ if method in vars(owner))
     return not is_keras(next(owners))
 
 
-def source_of(layer: Any, method: str) -> str:
+def source_of(layer: Layer, method: str) -> str:
     """The source of a method; empty if there is none, or its file is no source."""
     try:
         return textwrap.dedent(inspect.getsource(getattr(type(layer), method)))
@@ -64,7 +65,7 @@ def source_of(layer: Any, method: str) -> str:
         return ""
 
 
-def casts_of(layer: Any) -> Casts:
+def casts_of(layer: Layer) -> Casts:
     """The casts in `call`, if it is not Keras'."""
     to, back = set(), False
     if is_custom(layer, "call"):
@@ -108,7 +109,7 @@ def _name_of(node: ast.expr) -> str:
 
 
 def lost_policies(
-    model: Any, computing: Sequence[Any]
+    model: Model, computing: Sequence[Any]
 ) -> Iterator[tuple[str, str, str]]:
     """Yields path, sentence and remedy for each layer that loses a policy."""
     for layer in dict.fromkeys([model, *computing]):
@@ -121,7 +122,7 @@ def lost_policies(
                 yield layer_path(layer), *loss
 
 
-def _config_of(layer: Any) -> dict[str, Any] | None:
+def _config_of(layer: Layer) -> dict[str, Any] | None:
     if has_map(layer):
         return None  # Keras changes a map that it writes.
     try:
@@ -133,7 +134,7 @@ def _config_of(layer: Any) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def _own_loss(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
+def _own_loss(layer: Layer, config: dict[str, Any]) -> tuple[str, str] | None:
     if is_graph(layer) or policy_of(layer).name == "float32":
         return None
     name = type(layer).__name__
@@ -156,7 +157,7 @@ def _own_loss(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _loss_of_children(layer: Any, config: dict[str, Any]) -> tuple[str, str] | None:
+def _loss_of_children(layer: Layer, config: dict[str, Any]) -> tuple[str, str] | None:
     if not all(owner in _PLAIN for owner in type(layer).__mro__ if is_keras(owner)):
         return None  # The layers that a layer of Keras makes have its policy.
     makers = [m for m in ("__init__", "build") if is_custom(layer, m)]

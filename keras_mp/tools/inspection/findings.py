@@ -21,6 +21,7 @@ from keras_mp.policies.symbolic import graph_of
 from keras_mp.tools.inspection.custom_layers import casts_of, is_custom, lost_policies
 from keras_mp.tools.inspection.programs import lost_numbers
 from keras_mp.tools.inspection.shapes import long_sums, odd_widths
+from keras_mp.types import Layer, Model
 
 layers = keras.layers
 _SMALLEST_NORMAL = float(np.finfo(np.float16).smallest_normal)
@@ -45,7 +46,7 @@ class Finding:
 
 
 def findings_of(
-    model: Any, computing: Sequence[Any], nodes: Sequence[Any]
+    model: Model, computing: Sequence[Any], nodes: Sequence[Any]
 ) -> tuple[Finding, ...]:
     """All findings, given the layers that compute and the calls in the graph."""
     # Layers with the same finding share one.
@@ -64,7 +65,7 @@ def findings_of(
 
 
 def _all(
-    model: Any, computing: Sequence[Any], nodes: Sequence[Any]
+    model: Model, computing: Sequence[Any], nodes: Sequence[Any]
 ) -> Iterator[tuple[str, str, str]]:
     yield from _half_outputs(model)
     yield from _unscaled(model)
@@ -81,7 +82,7 @@ def _all(
     yield from lost_policies(model, computing)
 
 
-def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
+def _half_outputs(model: Model) -> Iterator[tuple[str, str, str]]:
     # What a subclassed model returns is not known without a run.
     graph = graph_of(model) if is_graph(model) else None
     for tensor in graph.outputs if graph is not None else ():
@@ -103,7 +104,7 @@ def _half_outputs(model: Any) -> Iterator[tuple[str, str, str]]:
             yield operation.name, sentence, 'Cast it to "float32".'
 
 
-def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
+def _unscaled(model: Model) -> Iterator[tuple[str, str, str]]:
     optimizer = getattr(model, "optimizer", None)
     if (
         isinstance(optimizer, keras.optimizers.Optimizer)
@@ -119,7 +120,7 @@ def _unscaled(model: Any) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _hand_casts(layer: Any) -> Iterator[tuple[str, str, str]]:
+def _hand_casts(layer: Layer) -> Iterator[tuple[str, str, str]]:
     casts = casts_of(layer)
     computes_in = policy_of(layer).compute_dtype
     for dtype in sorted(casts.to):
@@ -135,7 +136,7 @@ def _hand_casts(layer: Any) -> Iterator[tuple[str, str, str]]:
             )
 
 
-def _epsilons(layer: Any) -> Iterator[tuple[str, str, str]]:
+def _epsilons(layer: Layer) -> Iterator[tuple[str, str, str]]:
     if policy_of(layer).compute_dtype != "float16":
         return
     for epsilon in _epsilons_in_compute_dtype(layer):
@@ -148,7 +149,7 @@ def _epsilons(layer: Any) -> Iterator[tuple[str, str, str]]:
             )
 
 
-def _epsilons_in_compute_dtype(layer: Any) -> list[Any]:
+def _epsilons_in_compute_dtype(layer: Layer) -> list[Any]:
     if is_custom(layer, "call"):
         if "float32" in casts_of(layer).to:
             return []
@@ -163,7 +164,7 @@ def _epsilons_in_compute_dtype(layer: Any) -> list[Any]:
     return []
 
 
-def _optimizer_epsilon(model: Any) -> Iterator[tuple[str, str, str]]:
+def _optimizer_epsilon(model: Model) -> Iterator[tuple[str, str, str]]:
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     loss = _underflow(getattr(optimizer, "epsilon", None))

@@ -18,6 +18,7 @@ from keras_mp.policies.heads import operands_dtype
 from keras_mp.policies.layers import children_of, first_input, is_graph, policy_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import chooser_of
+from keras_mp.types import Layer, Model, Variable
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -58,7 +59,7 @@ class LayerFacts:
     output_bytes: int | None
 
 
-def layers_of(model: Any) -> list[tuple[Any, Any]]:
+def layers_of(model: Model) -> list[tuple[Any, Any]]:
     """The layers of a model, each with its parent; parents come before children.
 
     Inputs are left out. The model itself comes first, with None, unless it is a graph
@@ -68,7 +69,7 @@ def layers_of(model: Any) -> list[tuple[Any, Any]]:
     return found[1:] if is_graph(model) else found
 
 
-def _walk(layer: Any, parent: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+def _walk(layer: Layer, parent: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     if id(layer) not in seen:
         seen.add(id(layer))
         yield layer, parent
@@ -76,7 +77,7 @@ def _walk(layer: Any, parent: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
             yield from _walk(child, layer, seen)
 
 
-def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
+def facts_of(layer: Layer, parent: Any, nodes: list[Any]) -> LayerFacts:
     """The facts of one layer, given its parent and its calls in a graph."""
     graph = is_graph(layer)
     policy = policy_of(layer)
@@ -110,13 +111,13 @@ def facts_of(layer: Any, parent: Any, nodes: list[Any]) -> LayerFacts:
     )
 
 
-def _variable_dtype(policy: Any, variables: list[Any]) -> str:
+def _variable_dtype(policy: Any, variables: list[Variable]) -> str:
     own = str(policy.variable_dtype)
     dtypes = {own, *(v.dtype for v in variables if v.dtype == BFLOAT16)}
     return ", ".join(sorted(dtypes))
 
 
-def _decided_by(layer: Any, parent: Any, products: str | None) -> str:
+def _decided_by(layer: Layer, parent: Any, products: str | None) -> str:
     decision, policy = decision_for(layer), policy_of(layer)
     if decision is not None and decision.rule and products:
         return (
@@ -138,7 +139,7 @@ def _decided_by(layer: Any, parent: Any, products: str | None) -> str:
     return "its own dtype"
 
 
-def _is_copied(variable: Any, layer: Any) -> bool:
+def _is_copied(variable: Variable, layer: Layer) -> bool:
     dtype = layer.compute_dtype
     return (
         dtype in HALF

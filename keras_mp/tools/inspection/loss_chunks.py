@@ -11,12 +11,13 @@ from keras_mp.kernels.table import own as kernels
 from keras_mp.policies import heads
 from keras_mp.policies.paths import layer_path
 from keras_mp.tables import in_bytes
+from keras_mp.types import Layer, Model
 
 _BATCH = 32  # The default of `fit`.
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
-def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
+def loss_chunks(model: Model, calls: dict[int, list[Any]]) -> tuple[str, ...]:
     """A sentence for each large head whose logits are large in a batch of 32.
 
     Args:
@@ -38,7 +39,7 @@ def loss_chunks(model: Any, calls: dict[int, list[Any]]) -> tuple[str, ...]:
     return tuple(filter(None, sentences))
 
 
-def _sentence(layer: Any, rows: int, classes: int) -> str:
+def _sentence(layer: Layer, rows: int, classes: int) -> str:
     """The sentence about a head with logits (rows, classes); empty if these are few."""
     mode, _ = heads.reading_of_logits(layer)
     number = kernels.number_of_chunks(rows, classes, mode)
@@ -63,7 +64,7 @@ def _sentence(layer: Any, rows: int, classes: int) -> str:
     return f"{path}: {in_words[mode]} (batches of {_BATCH})."
 
 
-def _matrices(layer: Any) -> list[Any]:
+def _matrices(layer: Layer) -> list[Any]:
     parts = private.layers_in(layer)
     weights = [v for part in parts for v in private.own_trainable(part)]
     return [v for v in weights if len(v.shape) == 2]

@@ -27,13 +27,14 @@ from keras_mp.policies.symbolic import graph_of
 from keras_mp.policies.temporary import computes_in_half, temporary_policies
 from keras_mp.tools.calls import calls_made_by
 from keras_mp.tools.temporary_policies import in_float32
+from keras_mp.types import Model
 
 # A size that a model leaves open, except that of the batch.
 _OPEN = 64
 _SCOPE = r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*"
 
 
-def lost_numbers(model: Any) -> Iterator[tuple[str, str, str]]:
+def lost_numbers(model: Model) -> Iterator[tuple[str, str, str]]:
     """Yields path, sentence and remedy for each place where numbers are lost."""
     call = _call_of(model)
     if call is None or not engine.traces:
@@ -93,7 +94,7 @@ def _lost(wide: list[Fact], half: list[Fact]) -> Iterator[tuple[float, float]]:
             yield value, turned
 
 
-def _facts(model: Any, call: tuple[tuple, dict]) -> dict[str, list[Fact]]:
+def _facts(model: Model, call: tuple[tuple, dict]) -> dict[str, list[Fact]]:
     """The facts by the path of the layer, or operation, that they are about."""
     paths: list[str] = []
 
@@ -141,7 +142,7 @@ def _closed(shape: Any) -> tuple[int, ...]:
     return (*batch, *(_OPEN if size is None else size for size in shape[1:]))
 
 
-def _call_of(model: Any) -> tuple[tuple, dict[str, Any]] | None:
+def _call_of(model: Model) -> tuple[tuple, dict[str, Any]] | None:
     """What a model is called with, as symbolic tensors; None if it is not known."""
     if not isinstance(model, keras.Model) or not model.built:
         return None

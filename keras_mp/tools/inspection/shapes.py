@@ -19,6 +19,7 @@ from keras_mp.policies.layers import policy_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.stock_rules import LARGEST_EXACT_INTEGER, is_wide_average
 from keras_mp.tools.inspection.custom_layers import is_keras
+from keras_mp.types import Layer
 
 layers = keras.layers
 _LARGEST = 65504
@@ -60,7 +61,7 @@ def long_sums(nodes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
             yield path, sentence, remedy
 
 
-def _in_layer(layer: Any, node: Any) -> str:
+def _in_layer(layer: Layer, node: Any) -> str:
     tensor = node.input_tensors[0]
     masked = private.get_keras_mask(tensor) is not None
     if isinstance(layer, layers.GlobalAveragePooling1D) and masked:
@@ -121,7 +122,7 @@ def odd_widths(computing: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _widths(layer: Any) -> Sequence[int]:
+def _widths(layer: Layer) -> Sequence[int]:
     """The input and output features of the matrix products that a layer makes."""
     if isinstance(layer, layers.EinsumDense):
         inputs, axes = layer.equation.split("->")[0].split(",")
@@ -143,6 +144,6 @@ def _widths(layer: Any) -> Sequence[int]:
     return []
 
 
-def _kernel_shape(layer: Any) -> tuple[int, ...]:
+def _kernel_shape(layer: Layer) -> tuple[int, ...]:
     # Not `layer.kernel`, which computes the sum of a kernel and its LoRA.
     return next(weight.shape for weight in layer.weights if weight.name == "kernel")
