@@ -4,6 +4,7 @@ It is taken once more, with the same batch and the state as it was, if what fail
 go on in float32: see `policies/missing_kernels.py`.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from keras_mp.backends import engine
 from keras_mp.policies import missing_kernels
 from keras_mp.policies.own_calls import state_of
 from keras_mp.replaced import replaced
+from keras_mp.traced.step import TracedStep, is_asked_for, not_compiled
 from keras_mp.types import Model
 
 
@@ -31,7 +33,11 @@ def _make_function(model: Model, name: str, original: Callable, force: bool) -> 
     before = getattr(model, name)
     step_name = name.replace("function", "step")
     # Its own object: JAX would take what was traced of an equal one.
-    with replaced("steps", model, {step_name: functools.partial}):
+    is_traced = is_asked_for(model, step_name)
+    with (
+        replaced("steps", model, {step_name: functools.partial}),
+        not_compiled(model) if is_traced else contextlib.nullcontext(),
+    ):
         original(model, force)
     made = getattr(model, name)
     if made is before:
@@ -39,6 +45,8 @@ def _make_function(model: Model, name: str, original: Callable, force: bool) -> 
     # An eager step takes nothing, and interrupts need not wait for it.
     compiled = model.jit_compile and not model.run_eagerly
     step = engine.keeping_state(model, made) if compiled else made
+    if is_traced:
+        step = TracedStep(model, step_name, step).call
     attaching = engine.attaching(model, step)
 
     @functools.wraps(made)

@@ -3,6 +3,7 @@
 The train step is wrapped where it is traced, the train function where it is called.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from keras_mp.loss_scaling.wrapping import watched_for_underflow, wrap_optimizer
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 from keras_mp.still_kernels import KernelWatch
+from keras_mp.traced.step import TracedStep, is_asked_for, not_compiled
 from keras_mp.types import Model
 
 # The mark of a train function that was made with what is ours.
@@ -51,8 +53,13 @@ def _make_train_function(model: Model, original: Callable, force: bool) -> None:
         # Made while no seam was in, it does not undo a step. Or it is the user's.
         force = force or private.is_keras_own(before)
     wrap = functools.partial(_train_step, model)
-    engine.make_train_function(model, original, force, wrap)
+    is_traced = is_asked_for(model, "train_step")
+    with not_compiled(model) if is_traced else contextlib.nullcontext():
+        engine.make_train_function(model, original, force, wrap)
     if model.train_function is not before:
+        if is_traced:
+            step = TracedStep(model, "train_step", model.train_function)
+            model.train_function = step.call
         _watch_skips(model)
 
 

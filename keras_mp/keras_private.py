@@ -374,6 +374,19 @@ def set_raw_value(variable: Variable, value: Any) -> None:
     variable._value = value
 
 
+@contextlib.contextmanager
+def holding(variables: Sequence[Variable], values: Sequence[Tensor]) -> Iterator[None]:
+    """Lets variables hold other tensors for a while: as many as there are variables."""
+    before = [variable._value for variable in variables]
+    try:
+        for variable, value in zip(variables, values, strict=False):
+            variable._value = value
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable._value = value
+
+
 def stored_dtype(variable: Variable) -> str:
     """The dtype of a variable; `dtype` is half precision within a layer's call."""
     return variable._dtype

@@ -18,6 +18,7 @@ REPLACED = {
     "while a step that may be skipped is traced",
     "updates": "methods of one optimizer, while it writes: by `assign`, or in one "
     "kernel for Adam on torch",
+    "gradients": "`apply` of one optimizer, while a train step is traced on torch",
     "steps": "`train_step`, `test_step` or `predict_step` of one model, while Keras "
     "makes the function that runs it",
     "own calls": "`call` of one model that may mix dtypes, while it is called",

@@ -423,6 +423,18 @@ def test_the_raw_value_keeps_its_dtype_in_an_autocast_scope():
     assert seen_in_a_call(look, dtype=MixedFloat16()) == ["float16", "float32"]
 
 
+def values_of(variable):
+    return ops.convert_to_numpy(variable.value).tolist()
+
+
+def test_variables_hold_other_tensors_for_a_while():
+    variables = [keras.Variable(np.full(3, i, "float32")) for i in (1, 2)]
+    others = [ops.zeros(3), ops.zeros(3), "another"]
+    with private.holding(variables, others):
+        assert [values_of(v) for v in variables] == [[0, 0, 0]] * 2
+    assert [values_of(v) for v in variables] == [[1, 1, 1], [2, 2, 2]]
+
+
 def test_a_variable_is_given_another_tensor_as_it_is():
     variable = keras.Variable([1.0, 2.0])
     part = ops.convert_to_tensor([3.0])

@@ -1,4 +1,4 @@
-"""`jit_compile=True` on torch: no more breaks and graphs than Keras' own step has."""
+"""torch.compile on a step of the user's: no more breaks and graphs than Keras' has."""
 
 import concurrent.futures
 

@@ -127,6 +127,9 @@ class Engine(Step, Batches, Measures, Shards):
     half_dtypes: frozenset[Any] = frozenset(HALF)
     """Half precision as `dtype` of a tensor, or of a variable of Keras, names it."""
 
+    tracing: Any = None
+    """What a train step is traced and replayed with: `backends/torch/traces.py`."""
+
     def of_shards(self) -> dict[str, Wrapper]:
         """Wrappers that only sharded weights need."""
         return {}

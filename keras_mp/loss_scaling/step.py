@@ -95,17 +95,14 @@ def prepare(
 def decide(scaling: LossScaling, optimizer: Optimizer, prepared: Prepared) -> Decision:
     """Is everything finite that has to be? The scale and the counters follow."""
     finite, codes = engine.check(prepared.checked, prepared.found)
-    state = LossScaleState(*(v.value for v in scaling.variables))
     if not engine.is_tracing() and private.get_stateless_scope() is None:
         finite = bool(finite)
     if finite is True:  # There is nothing to count.
-        after = _after_finite_step(scaling.rule, state)
-        pairs = zip(scaling.variables, after, state, strict=True)
-        return Decision(finite, [(v, new) for v, new, old in pairs if new is not old])
+        return applied(scaling)
     counts = scaling.nonfinite_counts
     values = _after_counted_step(
         scaling.rule,
-        state,
+        _state(scaling),
         finite,
         _in_columns(codes, optimizer, prepared.variables, counts.shape[1]),
         counts.value,
@@ -113,6 +110,14 @@ def decide(scaling: LossScaling, optimizer: Optimizer, prepared: Prepared) -> De
     )
     variables = (*scaling.variables, counts)
     return Decision(finite, list(zip(variables, values, strict=True)))
+
+
+def applied(scaling: LossScaling) -> Decision:
+    """The decision if everything is finite."""
+    state = _state(scaling)
+    after = _after_finite_step(scaling.rule, state)
+    pairs = zip(scaling.variables, after, state, strict=True)
+    return Decision(True, [(v, new) for v, new, old in pairs if new is not old])
 
 
 def write(
@@ -131,6 +136,10 @@ def write(
         scaling.note(engine.update_if(decision.finite, update, prepared.grads))
         for variable, value in decision.after:
             variable.assign(value)
+
+
+def _state(scaling: LossScaling) -> LossScaleState:
+    return LossScaleState(*(v.value for v in scaling.variables))
 
 
 def _in_columns(

@@ -32,6 +32,12 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
     write_file = staticmethod(sharding.write_file)
 
     @property
+    def tracing(self) -> Any:
+        from keras_mp.backends.torch import traces  # A second, for whoever traces.
+
+        return traces
+
+    @property
     def shards(self) -> bool:  # type: ignore[override]
         return distributed.is_available() and distributed.is_initialized()
 

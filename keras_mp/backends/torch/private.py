@@ -3,7 +3,9 @@
 They are looked up where they are used. Without one torch's public ways are taken.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,9 +28,20 @@ def is_watched(x: torch.Tensor) -> bool:
     return bool(x.retains_grad or x._backward_hooks)
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Does somebody change, or look at, its gradient as it comes?"""
+    own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return any(own)
+
+
 def is_view(x: torch.Tensor) -> bool:
     """Does a tensor share the memory of the tensor that it was made from?"""
     return bool(x._is_view())
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """Names the memory of a tensor, in a trace as well, where it has no address."""
+    return x.untyped_storage()._cdata
 
 
 def unscale_and_check() -> Callable | None:
@@ -56,3 +69,31 @@ def copy_all(copies: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
         return
     for copy, value in zip(copies, values, strict=True):
         copy.copy_(value)
+
+
+# The views that need not ask how a tensor lies in memory.
+RESHAPES = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+
+
+def is_operator(target: Any) -> bool:
+    """Is it an operator of `torch.ops`, as the nodes of a trace call them?"""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def shares_memory(operator: Any) -> bool:
+    """May what an operator returns be in the memory of its first argument?"""
+    return any(x.alias_info is not None for x in operator._schema.returns)
+
+
+def native(operator: Any) -> Callable:
+    """What runs an operator of `torch.ops`, without Python around it."""
+    return getattr(operator, "_op", operator)
+
+
+def below_autograd() -> contextlib.AbstractContextManager:
+    """A context in which operators neither derive nor ask whether they have to.
+
+    `torch.no_grad` still lets each of them ask.
+    """
+    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
+    return guard()

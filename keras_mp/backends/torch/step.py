@@ -11,7 +11,7 @@ from torch import distributed
 from keras_mp.backends import own_methods
 from keras_mp.backends.step import INFINITE, NAN, Step
 from keras_mp.backends.torch import rounding
-from keras_mp.backends.torch.private import unscale_and_check
+from keras_mp.backends.torch.private import memory_of, unscale_and_check
 from keras_mp.backends.torch.sharding import local
 from keras_mp.types import Gradients, Tensor, Variables
 
@@ -50,7 +50,7 @@ def unscale_in_place(
 def _own_memory(grads: Gradients, variables: Variables) -> set[int]:
     """Which gradients are their variable's wide `.grad`, in memory of their own."""
     parts: list[Any] = [None if g is None else local(g) for g in grads]
-    users = collections.Counter(p.data_ptr() for p in parts if p is not None)
+    users = collections.Counter(memory_of(p) for p in parts if p is not None)
     return {
         index
         for index, (grad, variable) in enumerate(zip(grads, variables, strict=True))
@@ -58,7 +58,7 @@ def _own_memory(grads: Gradients, variables: Variables) -> set[int]:
         and grad is variable.value.grad
         and grad.dtype == _wide(grad)
         and not grad.requires_grad
-        and users[parts[index].data_ptr()] == 1
+        and users[memory_of(parts[index])] == 1
         and 0 not in parts[index].stride()
     }
 
@@ -67,13 +67,17 @@ def check(
     tensors: Sequence[Any], found: torch.Tensor | None = None
 ) -> tuple[bool, torch.Tensor]:
     tensors = [None if x is None else local(x) for x in tensors]
-    if found is None:
-        found = _may_be_nonfinite([x for x in tensors if x is not None])
+    found = found_in(tensors) if found is None else found
     # The only wait for the device in a step; here all processes agree.
     if not highest_of_all_processes(found):
         return True, torch.zeros(len(tensors), dtype=torch.int8, device=found.device)
     codes = nonfinite(tensors)
     return not codes[:-1].any(), codes
+
+
+def found_in(tensors: Sequence[Any]) -> torch.Tensor:
+    """1.0 if some of these tensors may not be finite, else 0.0."""
+    return _may_be_nonfinite([x for x in tensors if x is not None])
 
 
 def nonfinite(grads: Gradients) -> torch.Tensor:

@@ -1,0 +1,148 @@
+"""The graphs of traces: what changes no value is left out, the rest becomes Python."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from keras_mp.backends.torch.private import (
+    RESHAPES,
+    is_operator,
+    native,
+    shares_memory,
+)
+
+aten = torch.ops.aten
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return node.target not in (*_VIEWS, aten.empty.memory_format)
+
+
+def clean(graph: fx.Graph) -> None:
+    """Leaves out what changes no value: views that undo or repeat one another."""
+    known: dict[str, fx.Node] = {}
+    for node in _calls(graph):
+        if node.target is aten.detach.default:
+            same = node.args[0]
+        elif node.target in _VIEWS:
+            _shorten(node)
+            same = _undone(node) or known.setdefault(f"{node.target}{node.args}", node)
+        else:
+            continue
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph.eliminate_dead_code(_has_effect)
+
+
+_VIEWS = (
+    *RESHAPES,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+)
+
+
+def _shorten(node: fx.Node) -> None:
+    """Lets a view of a view look at what that one looks at, if that is simple."""
+    source = node.args[0]
+    if node.target in RESHAPES and source.target in RESHAPES:
+        node.args = source.args[0], *node.args[1:]
+    elif node.target is source.target is aten.permute.default:
+        node.args = source.args[0], [source.args[1][i] for i in node.args[1]]
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """What a view is a view of, if each element is where it was there."""
+    place, before = _place(node), node.args[0]
+    while place is not None:
+        if _place(before) == place:
+            return before
+        if before.target not in _VIEWS:
+            break
+        before = before.args[0]
+    return None
+
+
+def _place(node: fx.Node) -> Any:
+    """Where each element of a tensor is; None if elements may share a place."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or 0 in value.stride():
+        return None
+    return value.shape, value.stride(), value.storage_offset()
+
+
+def copy_inputs(graph: fx.Graph) -> None:
+    """Copies what is returned and shares the memory of an input."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    copies = []
+    for node in output.args[0]:
+        source = node
+        while is_operator(source.target) and shares_memory(source.target):
+            source = source.args[0]
+        if source.op in ("placeholder", "get_attr"):
+            with graph.inserting_before(output):
+                node = graph.call_function(aten.clone.default, (node,))
+        copies.append(node)
+    output.args = (copies,)
+
+
+def compiled(module: fx.GraphModule) -> Callable:
+    """The graph as one Python function, which forgets a tensor after its last use."""
+    names: dict[str, Any] = {}
+    lines: list[str] = []
+    inputs: list[str] = []
+    last = {n: node for node in module.graph.nodes for n in node.all_input_nodes}
+    dying: dict[fx.Node, list[str]] = {}
+    for node, user in last.items():
+        dying.setdefault(user, []).append(node.name)
+
+    def named(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(named, value))}]"
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        name = f"constant_{len(names)}"
+        names[name] = value
+        return name
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(node.name)
+        elif node.op == "get_attr":
+            names[node.name] = operator.attrgetter(node.target)(module).detach()
+        elif node.op == "output":
+            lines.append(f"return {named(node.args[0])}")
+        elif node.target is operator.getitem:
+            lines.append(f"{node.name} = {named(node.args[0])}[{node.args[1]}]")
+        else:
+            function = f"call_{node.name}"
+            names[function] = native(node.target)
+            given = [*map(named, node.args)]
+            given += [f"{key}={named(value)}" for key, value in node.kwargs.items()]
+            kept = f"{node.name} = " if node.users else ""
+            lines.append(f"{kept}{function}({', '.join(given)})")
+        dead = [n for n in dying.get(node, ()) if n not in names]
+        if dead and node.op == "call_function":
+            lines.append(f"del {', '.join(dead)}")
+    body = "\n    ".join(lines)
+    exec(f"def run({', '.join(inputs)}):\n    {body}\n", names)
+    run: Callable = names["run"]
+    return run
+
+
+def draws(graph: fx.Graph) -> bool:
+    """Does a graph draw random numbers?"""
+    operators = [n.target for n in _calls(graph) if is_operator(n.target)]
+    return any(torch.Tag.nondeterministic_seeded in o.tags for o in operators)
