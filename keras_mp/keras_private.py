@@ -68,6 +68,9 @@ def _find(*paths: str) -> Any:
 backend_nn = _find("keras.src.backend:ops.nn", "keras.src.backend:nn")
 backend_numpy = _find("keras.src.backend:ops.numpy", "keras.src.backend:numpy")
 backend_core = _find("keras.src.backend:ops.core", "keras.src:backend")
+# `keras.ops` looks `convert_to_tensor` up here, and on torch so does `cast`. Other
+# modules of the backend have imported the function.
+backend_conversions = _find("keras.src.backend:ops.core", "keras.src.backend:core")
 # `keras.remat` looks the function of the backend up here.
 backend_remat = _find("keras.src.backend:core", "keras.src.backend:ops")
 # Recurrent layers look up their kernels here. Before Keras 3.16 `rnn` is a function.
@@ -82,6 +85,8 @@ backend_random = _find("keras.src.backend:random")
 # A cast must keep the mask that Keras attaches to a tensor.
 get_keras_mask = _find("keras.src.backend.common.masking:get_keras_mask")
 set_keras_mask = _find("keras.src.backend.common.masking:set_keras_mask")
+# On torch a seeded draw gets its generator here.
+SEEDED = "torch_seed_generator"
 # The values that stand for variables in a stateless call, which an update rewrites.
 get_stateless_scope = _find(
     "keras.src.backend.common.stateless_scope:get_stateless_scope"
@@ -108,6 +113,7 @@ _NAMES = "object_name_uids"
 
 # Without these an operation is not found, or an error shows more frames.
 _OPTIONAL = (
+    "backend_conversions",
     "backend_core",
     "backend_nn",
     "backend_numpy",
@@ -174,8 +180,12 @@ def place_of(operation: str) -> tuple[Any, str] | None:
         places, name = (ops_nn,), NORMALIZE
     elif operation == "Variable.assign":
         name = WRITE
+    elif operation == "convert_to_tensor":
+        places = (backend_conversions,)
     elif operation == "remat":
         places = (backend_remat,)
+    elif operation == SEEDED:
+        places = (backend_random,)
     elif operation == "Adam.update_step":  # On torch.
         places = (_find("keras.src.backend.torch.optimizers.torch_adam:Adam"),)
         name = UPDATE_STEP

@@ -702,6 +702,22 @@ def test_keras_has_what_all_else_stands_on():
     private.check()
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="torch has generators")
+def test_a_seeded_draw_gets_its_generator_by_this_name(monkeypatch):
+    asked = []
+    monkeypatch.setattr(private.backend_random, private.SEEDED, asked.append)
+    keras.random.uniform((2,), seed=7)
+    assert asked == [7]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of torch wraps it")
+def test_keras_converts_numbers_here(monkeypatch):
+    place, name = private.backend_conversions, "convert_to_tensor"
+    monkeypatch.setattr(place, name, lambda x, *args, **kwargs: f"{x} here")
+    assert ops.convert_to_tensor(1.0) == "1.0 here"
+    assert ops.cast(2, "float32") == "2 here"
+
+
 def test_operations_are_where_keras_looks_them_up():
     for name in ("add", "relu", "normalize", "Variable.assign", "Orthogonal.__call__"):
         place, attribute = private.place_of(name)

@@ -152,6 +152,17 @@ FLOAT32 = {
 }
 
 
+# On torch: operations that are wrapped for their numbers, and what makes a tensor of
+# one, as for `normalize`.
+OF_NUMBERS = (
+    "beside_tensors.<locals>.operation",
+    "extremes.<locals>.operation",
+    "filled.<locals>.convert_to_tensor",
+    "_filled",
+    "_fits",
+)
+
+
 @pytest.mark.parametrize("name", FLOAT32)
 @pytest.mark.kernels
 def test_an_operation_in_float32_passes_one_function_of_ours(name):
@@ -164,7 +175,7 @@ def test_an_operation_in_float32_passes_one_function_of_ours(name):
     found = ours_in(lambda: FLOAT32[name](x))
     wrapped = names_in((*REPAIRS, *KERNELS), BACKEND)
     assert len(found) >= (name in wrapped)
-    first_tests = ("_guarded.<locals>.operation", f".<locals>.{name}")
+    first_tests = ("_guarded.<locals>.operation", f".<locals>.{name}", *OF_NUMBERS)
     assert all(x.endswith(first_tests) for x in found), found
 
 

@@ -49,14 +49,18 @@ _FREE = {
     "new_empty_strided",
     "detach",
     "is_same_size",
-    "lift_fresh",
     "_unsafe_view",
 }
 
 
+# A tensor becomes a Python number, or numbers become a tensor: on a GPU by a copy from
+# the host, which waits as well.
+_WAITS = {"_local_scalar_dense", "lift_fresh"}
+
+
 def is_wait(operation: Any) -> bool:
-    """Does a tensor become a Python number? Then Python waits for the device."""
-    return operation.overloadpacket.__name__ == "_local_scalar_dense"
+    """Does Python wait for the device?"""
+    return operation.overloadpacket.__name__ in _WAITS
 
 
 def is_kernel(operation: Any) -> bool:

@@ -112,6 +112,21 @@ KERNELS: tuple[Row, ...] = (
         ("torch:_fused_adam_",),
         by=EACH,
     ),
+    Row(
+        "convert_to_tensor array subtract multiply where maximum minimum "
+        "Variable.__add__",
+        "torch",
+        "fill in Python numbers on the device: a copy from the host waits for it",
+        "one wait in a step, not six: the suite `kernels`",
+        by=EACH,
+    ),
+    Row(
+        "torch_seed_generator",
+        "torch",
+        "knows the state of a seed, as that of a seeded Dropout, without reading it",
+        "no wait at each draw: `tests/test_waits.py`",
+        by=EACH,
+    ),
 )
 
 # The module of this backend.

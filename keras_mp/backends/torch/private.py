@@ -44,6 +44,14 @@ def memory_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def writes_to(x: torch.Tensor) -> int:
+    """How often a tensor was written to in place, by whomever.
+
+    No public name tells whether somebody has.
+    """
+    return x._version
+
+
 def unscale_and_check() -> Callable | None:
     """Multiplies gradients in place and finds what is not finite, in one kernel.
 

@@ -3,11 +3,13 @@
 from keras_mp.backends.interface import Wrapper
 from keras_mp.kernels.torch import (
     adam,
+    constants,
     cross_entropy,
     layouts,
     logits,
     normalization,
     products,
+    seeds,
 )
 from keras_mp.kernels.torch.cross_entropy import number_of_chunks
 
@@ -27,4 +29,12 @@ def wrappers() -> dict[str, Wrapper]:
         "conv": lambda conv: of_heads(layouts.convolution_as_it_is(conv)),
         "BatchNormalization.call": normalization.in_one_kernel,
         "Adam.update_step": adam.in_one_kernel,
+        "convert_to_tensor": constants.filled,
+        "array": constants.array,
+        "where": constants.where,
+        **dict.fromkeys(("maximum", "minimum"), constants.extremes),
+        **dict.fromkeys(
+            ("subtract", "multiply", "Variable.__add__"), constants.beside_tensors
+        ),
+        "torch_seed_generator": seeds.read_once,
     }
