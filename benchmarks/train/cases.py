@@ -26,8 +26,6 @@ class TrainCase(NamedTuple):
         sizes, batch: on a GPU.
         small_sizes, small_batch: on CPUs.
         backends: those that it is measured on.
-        channels_first_on_torch: whether torch gets the layout that suits its
-            convolutions.
     """
 
     name: str
@@ -41,7 +39,6 @@ class TrainCase(NamedTuple):
     small_sizes: dict[str, int]
     small_batch: int
     backends: tuple[str, ...] = ("jax", "torch")
-    channels_first_on_torch: bool = False
 
 
 def _random() -> np.random.Generator:
@@ -95,11 +92,11 @@ def _resnet50(side: int, classes: int, filters: int = 0) -> tuple[Any, float]:
     if filters:
         model = models.convolutions(side, filters, stages=3, classes=classes)
     else:
-        shape = (side, side, 3)
-        if keras.config.image_data_format() == "channels_first":
-            shape = (3, side, side)
         model = keras.applications.ResNet50(
-            weights=None, input_shape=shape, classes=classes, classifier_activation=None
+            weights=None,
+            input_shape=(side, side, 3),
+            classes=classes,
+            classifier_activation=None,
         )
     return model, _operations_of_convolutions(model)
 
@@ -118,10 +115,7 @@ def _operations_of_convolutions(model: Any) -> float:
 def _images(
     batch: int, side: int, classes: int, **_: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    shape = (batch, side, side, 3)
-    if keras.config.image_data_format() == "channels_first":
-        shape = (batch, 3, side, side)
-    x = _random().standard_normal(shape, dtype="float32")
+    x = _random().standard_normal((batch, side, side, 3), dtype="float32")
     return x, _random().integers(0, classes, batch, dtype="int32")
 
 
@@ -173,7 +167,6 @@ TRAIN_CASES = (
         _resnet50, _images, _cross_entropy,
         dict(side=224, classes=1000), 128,
         dict(side=32, classes=10, filters=16), 16,
-        channels_first_on_torch=True,
     ),
     _language_model("GPT-2", 50257),
     _language_model("Llama", 32000),

@@ -77,8 +77,6 @@ def measure(
     found = {case.name: case for case in TRAIN_CASES}[case]
     if precision in FLOAT32:
         set_tf32(backend, precision == "tf32")
-    if found.channels_first_on_torch and backend == "torch" and on == "gpu":
-        keras.config.set_image_data_format("channels_first")
     setting = _Setting(found, on, backend, precision)
     batch = batch or (found.batch if on == "gpu" else found.small_batch)
     if what == "speed":
