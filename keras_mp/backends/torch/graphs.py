@@ -1,7 +1,7 @@
 """The graphs of traces: what changes no value is left out, the rest becomes Python."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from keras_mp.backends.torch.private import (
     is_operator,
     native,
     shares_memory,
+    writes_into,
 )
 
 aten = torch.ops.aten
@@ -81,14 +82,69 @@ def _place(node: fx.Node) -> Any:
     return value.shape, value.stride(), value.storage_offset()
 
 
+def fold_numbers(module: fx.GraphModule) -> None:
+    """Makes what is computed of Python numbers alone now, on its device, and once."""
+    known: dict[fx.Node, torch.Tensor] = {}
+    written = _written(module.graph)
+    for node in _calls(module.graph):
+        given = node.all_input_nodes
+        # Any other tensor that the graph holds may change: it is somebody's.
+        lifts = node.target is aten.lift_fresh_copy.default
+        if not (lifts or _makes_a_number(node) and all(x in known for x in given)):
+            continue
+        if node in written:
+            continue
+        if lifts:
+            known[node] = getattr(module, given[0].target).clone()
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*args, **kwargs)
+    for index, (node, value) in enumerate(known.items()):
+        name = f"number_{index}"
+        module.register_buffer(name, value)
+        with module.graph.inserting_before(node):
+            constant = module.graph.get_attr(name)
+        node.replace_all_uses_with(constant)
+        module.graph.erase_node(node)
+
+
+def _makes_a_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        is_operator(node.target)
+        and isinstance(value, torch.Tensor)
+        and value.numel() <= 1
+        and not writes_into(node.target)
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """What operators write into, with what that is a view of."""
+    found: set[fx.Node] = set()
+    for node in _calls(graph):
+        places = writes_into(node.target) if is_operator(node.target) else []
+        for place in places:
+            given = node.args[place] if place < len(node.args) else node.all_input_nodes
+            for source in given if isinstance(given, list | tuple) else [given]:
+                found.update(_behind(source))
+    return found
+
+
+def _behind(node: Any) -> Iterator[fx.Node]:
+    """A tensor, and those whose memory it may be in."""
+    while isinstance(node, fx.Node):
+        yield node
+        shares = is_operator(node.target) and shares_memory(node.target)
+        node = node.args[0] if shares else None
+
+
 def copy_inputs(graph: fx.Graph) -> None:
-    """Copies what is returned and shares the memory of an input."""
+    """Copies what is returned and may be in the memory of what comes in."""
     output = next(node for node in graph.nodes if node.op == "output")
     copies = []
     for node in output.args[0]:
-        source = node
-        while is_operator(source.target) and shares_memory(source.target):
-            source = source.args[0]
+        *_, source = _behind(node)
         if source.op in ("placeholder", "get_attr"):
             with graph.inserting_before(output):
                 node = graph.call_function(aten.clone.default, (node,))

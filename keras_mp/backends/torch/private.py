@@ -93,6 +93,12 @@ def shares_memory(operator: Any) -> bool:
     return any(x.alias_info is not None for x in operator._schema.returns)
 
 
+def writes_into(operator: Any) -> list[int]:
+    """The places of the arguments that an operator writes into."""
+    kinds = enumerate(x.alias_info for x in operator._schema.arguments)
+    return [i for i, kind in kinds if kind is not None and kind.is_write]
+
+
 def native(operator: Any) -> Callable:
     """What runs an operator of `torch.ops`, without Python around it."""
     return getattr(operator, "_op", operator)

@@ -59,6 +59,7 @@ class Trace:
         trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
         module = trace(*tensors)
         graphs.clean(module.graph)
+        graphs.fold_numbers(module)
         graphs.copy_inputs(module.graph)
         self.draws = graphs.draws(module.graph)
         self._run = graphs.compiled(module)

@@ -108,10 +108,14 @@ def _filled(x: Any, kind: type, dtype: Any) -> torch.Tensor | None:
         name = {bool: "bool", int: "int32"}.get(kind) or keras.config.floatx()
     # Keras knows on which device new tensors belong.
     if kind is not tuple:
-        return ops.empty((), name).fill_(x) if _fits(x, name) else None
+        made: Any = ops.empty((), name) if _fits(x, name) else None
+        # In a trace a number is a constant.
+        return made.fill_(x) if type(made) is torch.Tensor else None
     if not 0 < len(x) <= _RANK or not all(_fits(number, name) for number in x):
         return None
     made = ops.empty((len(x),), name)
+    if type(made) is not torch.Tensor:
+        return None
     for part, number in zip(made, x, strict=True):
         part.fill_(number)
     return made
