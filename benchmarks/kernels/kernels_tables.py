@@ -7,7 +7,8 @@ from benchmarks.suites import NOT_MEASURED
 from keras_mp.tables import Table
 
 AMP, FLOAT32, KERAS, OURS = "torch.amp", "float32", "Keras", "keras_mp"
-WAYS = (AMP, FLOAT32, KERAS, OURS)
+TRACED = "keras_mp, jit_compile=True"
+WAYS = (AMP, FLOAT32, KERAS, OURS, TRACED)
 DECODER, CONVOLUTIONS, SUBCLASSED = "decoder", "convolutions", "subclassed"
 LOGITS = "logits"
 TITLES = {
@@ -20,7 +21,7 @@ _NAMES = {FLOAT32: "Keras, float32", KERAS: "Keras, mixed_float16"}
 
 
 def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
-    """One table: kernels, bytes and memory, and beside them the share of torch.amp's.
+    """One table: kernels, bytes, memory and host time, and the shares of torch.amp's.
 
     Args:
         records: of the suite.
@@ -34,14 +35,14 @@ def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
             first = "" if index else title
             rows.append((first, _NAMES.get(way, way), *_cells(record, mine.get(AMP))))
         if whole and not mine:
-            rows.append((title, "", NOT_MEASURED, "", "", ""))
-    columns = ("float16", "", "kernels", "bytes", "peak of memory", "waits")
+            rows.append((title, "", NOT_MEASURED, "", "", "", ""))
+    columns = ("float16", "", "kernels", "bytes", "peak of memory", "waits", "host")
     return [Table(columns, rows)] if rows else []
 
 
 def _cells(record: Record, base: Record | None) -> list[str]:
     if "failure" in record:
-        return ["failed", record["failure"], "", ""]
+        return ["failed", record["failure"], "", "", ""]
 
     def cell(name: str, text: str) -> str:
         if base is None or base is record or "failure" in base:
@@ -53,4 +54,10 @@ def _cells(record: Record, base: Record | None) -> list[str]:
         cell("bytes", f"{record['bytes'] / 1e6:.1f} MB"),
         cell("peak", f"{record['peak'] / 1e6:.1f} MB"),
         f"{record['waits']}",
+        _host(record["host"]) if "host" in record else "",
     ]
+
+
+def _host(ratio: Sequence[float]) -> str:
+    median, lower, upper, _ = ratio
+    return f"{median:.2f} ({lower:.2f} to {upper:.2f})"

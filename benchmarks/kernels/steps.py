@@ -1,7 +1,9 @@
 """Training steps on torch: `torch.amp`'s, Keras' in float32 and ours."""
 
 import functools
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
@@ -22,14 +24,17 @@ from benchmarks.kernels.kernels_tables import (
     LOGITS,
     OURS,
     SUBCLASSED,
+    TRACED,
 )
 from benchmarks.kernels.private import products_as_on_a_gpu
+from benchmarks.pairs import Quartiles, time_in_pairs
 from keras_mp.installing import install, uninstall
 
 _POLICIES: dict[str, Callable[[], Any]] = {
     FLOAT32: functools.partial(keras.DTypePolicy, "float32"),
     KERAS: functools.partial(keras.DTypePolicy, "mixed_float16"),
     OURS: keras_mp.MixedFloat16,
+    TRACED: keras_mp.MixedFloat16,
 }
 
 
@@ -41,12 +46,14 @@ class KernelCase(NamedTuple):
         batch: examples in a batch.
         keras: sizes -> the model in Keras.
         torch: sizes -> the same in torch alone.
+        narrow: the sizes that host time is measured with; empty for no host time.
     """
 
     sizes: dict[str, int]
     batch: int
     keras: Callable[..., Any]
     torch: Callable[..., torch.nn.Module]
+    narrow: Mapping[str, int] = MappingProxyType({})
 
 
 def _convolutions(depth: int, filters: int, classes: int) -> keras.Model:
@@ -76,7 +83,11 @@ class _Convolutions(keras.Model):
 
 
 _CONVOLUTIONS = KernelCase(
-    {"depth": 8, "filters": 16, "classes": 10}, 4, _convolutions, peers.Convolutions
+    {"depth": 8, "filters": 16, "classes": 10},
+    4,
+    _convolutions,
+    peers.Convolutions,
+    {"depth": 24, "filters": 4},
 )
 CASES = {
     DECODER: KernelCase(
@@ -84,6 +95,7 @@ CASES = {
         4,
         models.decoder,
         peers.Decoder,
+        {"vocabulary": 64, "length": 8, "width": 16, "depth": 12, "heads": 2},
     ),
     LOGITS: KernelCase(
         {"vocabulary": 131072, "length": 128, "width": 64, "depth": 1, "heads": 4},
@@ -110,20 +122,51 @@ class Step(NamedTuple):
 
 def _set_seams(way: str) -> None:
     """Puts our seams in for our own step, and takes them out for the others."""
-    (install if way == OURS else uninstall)()
+    (install if way in (OURS, TRACED) else uninstall)()
 
 
 def count_step(case: KernelCase, way: str) -> Count:
-    """Counts the third step of a case in one of `WAYS`; in float16, or "float32".
+    """Counts the fourth step of a case in one of `WAYS`; in float16, or "float32".
 
-    The first builds, and before the second `fit` notes what the weights are.
+    The first builds, before the second `fit` notes what the weights are, and the third
+    may be traced.
     """
-    x, y = _batch(case)
     with products_as_on_a_gpu():
-        step = (_of_torch if way == AMP else _of_keras)(case, way, x, y)
-        step.run()
-        step.run()
+        step = _step(case, way)
+        for _ in range(3):
+            step.run()
         return count(step.run, step.state())
+
+
+def host_time(case: KernelCase, way: str, seconds: float) -> Quartiles:
+    """The time that a step takes Python and torch, over that of torch.amp's step.
+
+    On one thread, of a network so narrow that products take no time; see `pairs`.
+    """
+    torch.set_num_threads(1)
+    narrow = case._replace(sizes={**case.sizes, **case.narrow})
+    with products_as_on_a_gpu():
+        base, other = _step(narrow, AMP), _step(narrow, way)
+        for step in (base, other):
+            for _ in range(3):
+                step.run()
+        timing = time_in_pairs(
+            _repeated(base), {way: _repeated(other)}, seconds, clock=time.process_time
+        )
+    return timing[way].ratio
+
+
+def _repeated(step: "Step") -> Callable[[int], None]:
+    def run(number: int) -> None:
+        for _ in range(number):
+            step.run()
+
+    return run
+
+
+def _step(case: KernelCase, way: str) -> "Step":
+    make = _of_torch if way == AMP else _of_keras
+    return make(case, way, *_batch(case))
 
 
 def _batch(case: KernelCase) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +209,10 @@ def _of_keras(case: KernelCase, way: str, x: torch.Tensor, y: torch.Tensor) -> S
     keras.config.set_dtype_policy(_POLICIES[way]())
     model = case.keras(**case.sizes)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss)
+    optimizer = keras.optimizers.Adam()
+    if way in (OURS, TRACED):  # As after the steps that `fit` may take again.
+        optimizer = keras_mp.LossScaleOptimizer(optimizer, retake_steps=0)
+    model.compile(optimizer, loss, jit_compile=way == TRACED)
     model.make_train_function()
     keras.config.set_dtype_policy(before)
 
