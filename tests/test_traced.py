@@ -271,7 +271,10 @@ def test_fit_with_a_shorter_last_batch_is_the_eager_one(policy):
         assert programs_of(model, function) is not None
 
 
-@pytest.mark.parametrize("change", ["freeze", "rate", "beta", "set_weights", "convert"])
+CHANGES = "freeze", "rate", "beta", "set_weights", "convert", "optimizer"
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(change, mixed_float16):
     def after(model):
         if change == "freeze":
@@ -282,8 +285,11 @@ def test_what_changes_between_steps_counts(change, mixed_float16):
             model.optimizer.inner_optimizer.beta_1 = 0.5
         elif change == "set_weights":
             model.set_weights([np.zeros_like(w) + 0.1 for w in model.get_weights()])
-        else:
+        elif change == "convert":
             keras_mp.convert(model, "float32")
+        else:
+            model.optimizer = keras_mp.LossScaleOptimizer("sgd")
+            model.optimizer.build(model.trainable_variables)
 
     found = []
     for jit_compile in (False, True):
@@ -333,8 +339,9 @@ def test_the_flag_is_all_that_a_step_waits_for(mixed_float16):
 
     with Reads():
         model.train_function([batch])
-    waits = ("_local_scalar_dense", "nonzero", "equal.default")
-    assert len([name for name in seen if any(w in name for w in waits)]) <= 1
+    waits = ("_local_scalar_dense", "nonzero", "equal.default", "lift_fresh")
+    assert len(seen) > 50
+    assert len([name for name in seen if any(w in name for w in waits)]) == 1
 
 
 def test_an_error_of_a_replay_is_that_of_the_eager_step(policy):
@@ -345,6 +352,12 @@ def test_an_error_of_a_replay_is_that_of_the_eager_step(policy):
         model.train_on_batch(TOKENS + 5, Y)  # There are five tokens.
     assert same_bits(before, state_of(model))
     model.train_on_batch(TOKENS, Y)
+
+
+def test_a_dropout_with_a_seed_draws_anew_in_each_step(mixed_float16):
+    build = lambda: sequential(layers.Dropout(0.5, seed=1), *dense())  # noqa: E731
+    with pytest.warns(UserWarning, match="stays eager"):
+        same(build, [(X, Y)] * 5, lambda: optimizer_of("mixed_float16"), traced=False)
 
 
 def test_a_hook_on_a_gradient_stays_eager_and_is_told(policy):

@@ -19,7 +19,7 @@ class Assumed:
     """
 
     def __init__(self, model: Model, batch: Any) -> None:
-        optimizer = model.optimizer
+        self._model, optimizer = model, model.optimizer
         found = [*model.variables, *model.metrics_variables]
         found += optimizer.variables if optimizer is not None else []
         self.variables: list[Variable] = [*{id(v): v for v in found}.values()]
@@ -41,7 +41,7 @@ class Assumed:
             for part in self._optimizers
             if part is not None
         ]
-        return places, numbers, _form(batch)
+        return id(self._model.optimizer), places, numbers, _form(batch)
 
 
 def _form(structure: Any) -> Any:

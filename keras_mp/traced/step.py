@@ -55,17 +55,16 @@ class TracedStep:
 
     def call(self, data: Any) -> Any:
         """Takes a step."""
-        program = self._program_for(data[0]) if self._may_trace() else None
-        if program is not None:
+        batch, taken, result = data[0], False, None
+        if self._may_trace():
             try:
-                taken, result = program.take(data[0])
-                if taken:
-                    return result
-            except (
-                ReplayError
-            ) as error:  # If the batch is to blame, the eager step says.
+                program = self._program_for(batch)
+                if program is not None:
+                    taken, result = program.take(batch)
+            except ReplayError as error:
+                # If the batch is to blame, the eager step says so.
                 self._stay_eager(engine.tracing.told(error.__cause__))
-        return self._eager(data)
+        return result if taken else self._eager(data)
 
     def _may_trace(self) -> bool:
         if self._traces > MOST_TRACES or self._name != "train_step":
@@ -78,18 +77,18 @@ class TracedStep:
     def _program_for(self, batch: Any) -> Forward | Train | None:
         if self._program is not None and self._program.fits(batch):
             return self._program
-        before, self._before = self._before, Assumed(self._model, batch)
-        if before is None or not before.holds(batch):
-            return None
-        self._traces += 1
-        reason = self._why_not()
-        if not reason:
-            kind = Train if self._name == "train_step" else Forward
-            try:
+        try:
+            before, self._before = self._before, Assumed(self._model, batch)
+            if before is None or not before.holds(batch):
+                return None
+            self._traces += 1
+            reason = self._why_not()
+            if not reason:
+                kind = Train if self._name == "train_step" else Forward
                 self._program = kind(self._model, self._name, batch, self._before)
                 return self._program
-            except Exception as error:
-                reason = engine.tracing.told(error)
+        except Exception as error:
+            reason = engine.tracing.told(error)
         self._stay_eager(reason)
         return None
 
