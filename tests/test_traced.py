@@ -3,6 +3,7 @@
 Bit for bit: the same operators run in the same order, without Keras' Python.
 """
 
+import threading
 import warnings
 
 import keras
@@ -358,6 +359,20 @@ def test_a_dropout_with_a_seed_draws_anew_in_each_step(mixed_float16):
     build = lambda: sequential(layers.Dropout(0.5, seed=1), *dense())  # noqa: E731
     with pytest.warns(UserWarning, match="stays eager"):
         same(build, [(X, Y)] * 5, lambda: optimizer_of("mixed_float16"), traced=False)
+
+
+def test_threads_trace_at_the_same_time(mixed_float16):
+    def run():
+        optimizer = lambda: optimizer_of("mixed_float16")  # noqa: E731
+        models.append(trained(MODELS["dense"][0], batches(X), optimizer, True)[0])
+
+    models = []
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [programs_of(model) is not None for model in models] == [True] * 4
 
 
 def test_a_hook_on_a_gradient_stays_eager_and_is_told(policy):

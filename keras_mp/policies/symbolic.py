@@ -55,7 +55,7 @@ def call(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[KerasTenso
     """
     nodes = len(private.calls_of(operation))
     try:
-        with _whole_tracebacks():  # They name the layer that failed.
+        with whole_tracebacks():  # They name the layer that failed.
             return keras.tree.flatten(operation(*args, **kwargs))
     except Exception as error:
         raise SymbolicCallError(operation, error) from error
@@ -192,7 +192,7 @@ def _copy(tensor: Tensor, dtype: str | None = None) -> KerasTensor:
 
 
 @contextlib.contextmanager
-def _whole_tracebacks() -> Iterator[None]:
+def whole_tracebacks() -> Iterator[None]:
     """Keeps all frames in the tracebacks of errors meanwhile."""
     before = keras.config.is_traceback_filtering_enabled()
     try:

@@ -12,6 +12,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.train_step import UNDERFLOW, monitored
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.messages import warn
+from keras_mp.policies.symbolic import whole_tracebacks
 from keras_mp.traced.assumed import Assumed
 from keras_mp.traced.programs import Forward, ReplayError, Train
 from keras_mp.types import Model
@@ -85,7 +86,8 @@ class TracedStep:
             reason = self._why_not()
             if not reason:
                 kind = Train if self._name == "train_step" else Forward
-                self._program = kind(self._model, self._name, batch, self._before)
+                with whole_tracebacks():
+                    self._program = kind(self._model, self._name, batch, self._before)
                 return self._program
         except Exception as error:
             reason = engine.tracing.told(error)

@@ -6,6 +6,7 @@ the same operators in the same order, so the same bits.
 """
 
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -39,6 +40,10 @@ __all__ = [
 ]
 
 
+# `make_fx` replaces what belongs to all threads.
+_one_at_a_time = threading.Lock()
+
+
 class Trace:
     """A function that was traced.
 
@@ -57,7 +62,8 @@ class Trace:
 
     def __init__(self, function: Callable, tensors: Sequence[Tensor]) -> None:
         trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
-        module = trace(*tensors)
+        with _one_at_a_time:
+            module = trace(*tensors)
         graphs.clean(module.graph)
         graphs.fold_numbers(module)
         graphs.copy_inputs(module.graph)
