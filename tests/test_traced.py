@@ -325,24 +325,36 @@ def test_an_interrupt_leaves_the_model_as_it_was(mixed_float16, monkeypatch):
     assert same_bits(before, state_of(model))
 
 
-def test_the_flag_is_all_that_a_step_waits_for(mixed_float16):
-    build, _ = MODELS["batch normalization"]
-    model, _ = trained(
-        build, batches(X, 4), lambda: optimizer_of("mixed_float16"), True
-    )
-    batch = torch.tensor(X), torch.tensor(Y)
+def calls_of(step):
+    """The operators that a step calls."""
     seen = []
 
-    class Reads(torch.utils._python_dispatch.TorchDispatchMode):
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    with Reads():
-        model.train_function([batch])
+    with Calls():
+        step()
+    return seen
+
+
+def normalized():
+    inside = [layers.Dense(8), layers.BatchNormalization(), layers.Dense(8)]
+    return sequential(*inside, layers.BatchNormalization(), *dense())
+
+
+def test_the_flag_is_all_that_a_step_waits_for(mixed_float16):
+    optimizer = lambda: optimizer_of("mixed_float16")  # noqa: E731
+    model, _ = trained(normalized, batches(X, 4), optimizer, True)
+    batch = torch.tensor(X), torch.tensor(Y)
+    seen = calls_of(lambda: model.train_function([batch]))
     waits = ("_local_scalar_dense", "nonzero", "equal.default", "lift_fresh")
     assert len(seen) > 50
     assert len([name for name in seen if any(w in name for w in waits)]) == 1
+    # All moving variances are multiplied at once, before and after their kernels.
+    assert len([name for name in seen if "_foreach_mul_." in name]) == 2
+    assert "aten.mul_.Tensor" not in seen
 
 
 def test_an_error_of_a_replay_is_that_of_the_eager_step(policy):

@@ -139,6 +139,47 @@ def _behind(node: Any) -> Iterator[fx.Node]:
         node = node.args[0] if shares else None
 
 
+def multiply_together(graph: fx.Graph) -> None:
+    """Multiplies inputs by numbers in two kernels, in place of two for each.
+
+    BatchNormalization does it to its moving variance, before and after its own kernel.
+    """
+    nodes = [*graph.nodes]
+    places = {node: place for place, node in enumerate(nodes)}
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    first: list[fx.Node] = []
+    second: dict[fx.Node, int] = {}  # With the place of the next that reads it.
+    for node in inputs:
+        uses = sorted(node.users, key=places.__getitem__)
+        if any(_may_be_read_later(use, node) for use in uses):
+            continue
+        first += [use for use in uses[:1] if _multiplies(use, node)]
+        if len(uses) > 2 and _multiplies(uses[2], node):
+            second[uses[2]] = places[uses[3]] if uses[3:] else len(nodes)
+    end = max(map(places.__getitem__, second), default=0)
+    late = [node for node, read in second.items() if read > end]
+    for before, group in ((nodes[len(inputs)], first), (nodes[end], late)):
+        if len(group) > 1:
+            tensors, numbers = zip(*(node.args[:2] for node in group), strict=True)
+            with graph.inserting_before(before):
+                together = aten._foreach_mul_.ScalarList
+                graph.call_function(together, ([*tensors], [*numbers]))
+    for node in {*(first if len(first) > 1 else ()), *(late if len(late) > 1 else ())}:
+        graph.erase_node(node)
+
+
+def _may_be_read_later(use: fx.Node, node: fx.Node) -> bool:
+    """Is it a view, by which an input may be read at any time?"""
+    is_view = is_operator(use.target) and shares_memory(use.target)
+    return is_view and not _multiplies(use, node)
+
+
+def _multiplies(node: fx.Node, place: fx.Node) -> bool:
+    """Is a tensor multiplied by a number in its place, and not used by what returns?"""
+    is_number = node.target is aten.mul_.Tensor and isinstance(node.args[1], float)
+    return is_number and node.args[0] is place and not node.users
+
+
 def copy_inputs(graph: fx.Graph) -> None:
     """Copies what is returned and may be in the memory of what comes in."""
     output = next(node for node in graph.nodes if node.op == "output")

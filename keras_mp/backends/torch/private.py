@@ -40,8 +40,11 @@ def is_view(x: torch.Tensor) -> bool:
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """Names the memory of a tensor, in a trace as well, where it has no address."""
-    return x.untyped_storage()._cdata
+    """Names where a tensor is; in a trace, which has no addresses, its whole memory."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return x.untyped_storage()._cdata
 
 
 def writes_to(x: torch.Tensor) -> int:

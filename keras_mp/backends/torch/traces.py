@@ -66,6 +66,7 @@ class Trace:
             module = trace(*tensors)
         graphs.clean(module.graph)
         graphs.fold_numbers(module)
+        graphs.multiply_together(module.graph)
         graphs.copy_inputs(module.graph)
         self.draws = graphs.draws(module.graph)
         self._run = graphs.compiled(module)
