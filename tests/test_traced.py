@@ -347,7 +347,7 @@ def normalized():
 def test_the_flag_is_all_that_a_step_waits_for(mixed_float16):
     optimizer = lambda: optimizer_of("mixed_float16")  # noqa: E731
     model, _ = trained(normalized, batches(X, 4), optimizer, True)
-    batch = torch.tensor(X), torch.tensor(Y)
+    batch = torch.tensor(X), torch.tensor(Y), None  # As `train_on_batch` gives it.
     seen = calls_of(lambda: model.train_function([batch]))
     waits = ("_local_scalar_dense", "nonzero", "equal.default", "lift_fresh")
     assert len(seen) > 50
