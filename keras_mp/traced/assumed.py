@@ -1,7 +1,10 @@
 """What a trace takes for granted: a step is replayed only while it is so."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
@@ -58,6 +61,11 @@ def _form(structure: Any) -> Any:
 def tensors_in(structure: Any) -> list[Tensor]:
     """The tensors in a structure; arrays, which `train_on_batch` takes, as tensors."""
     return [engine.tracing.tensor(x) for x in leaves(structure) if hasattr(x, "shape")]
+
+
+def places_in(structure: Any) -> Any:
+    """A structure whose tensors are to be `filled` in, without what they hold."""
+    return filled(structure, itertools.repeat(np.zeros(())))
 
 
 def filled(structure: Any, tensors: Iterator[Tensor]) -> Any:

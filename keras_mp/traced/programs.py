@@ -11,7 +11,7 @@ from keras_mp.loss_scaling import stage, step
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.policies.own_calls import state_of
 from keras_mp.replaced import replaced
-from keras_mp.traced.assumed import Assumed, filled, tensors_in
+from keras_mp.traced.assumed import Assumed, filled, places_in, tensors_in
 from keras_mp.types import Gradients, Model, Tensor, Variable, Variables
 
 
@@ -37,11 +37,13 @@ class Forward:
         self._run = getattr(model, name)
         self._variables, self._batch = assumed.variables, batch
         self._values = [engine.tracing.leaf(x) for x in assumed.tensors]
+        self._result: Any = None
         given = [*self._values, *tensors_in(batch)]
         try:
             self._trace = engine.tracing.Trace(self._step, given)
         finally:
             private.clear_losses(model)  # What is traced has no values.
+        self._result = places_in(self._result)
         del self._batch
 
     def _step(self, *tensors: Tensor) -> list[Tensor]:
@@ -86,6 +88,9 @@ class Train:
         ]
         self._written = [*state_of(model), *model.metrics_variables]
         self._found: list[Tensor] = []
+        self._given: list[Any] = []
+        self._grads: list[Tensor] = []
+        self._logs: Any = None
         try:
             given = [*derived, *tensors_in(batch)]
             self._forward = trace(self._until_gradients, given)
@@ -94,7 +99,9 @@ class Train:
             private.clear_losses(model)  # What is traced has no values.
         first = len(self._found)
         self._places = first, first + len(self._grads)
-        del self._batch, self._grads, self._found, self._finish
+        self._logs = places_in(self._logs)
+        # Else what the trace is made of would stay.
+        del self._batch, self._grads, self._found, self._given, self._finish
         written = {id(v): v for v in self._written}.values()
         self._kept = engine.tracing.Kept([leaf(private.raw_value(v)) for v in written])
         model.zero_grad()

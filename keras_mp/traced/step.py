@@ -65,7 +65,12 @@ class TracedStep:
             except ReplayError as error:
                 # If the batch is to blame, the eager step says so.
                 self._stay_eager(engine.tracing.told(error.__cause__))
-        return result if taken else self._eager(data)
+        if taken:
+            return result
+        result = self._eager(data)
+        if self._program is not None:  # Traced steps make no use of these.
+            self._model.zero_grad()
+        return result
 
     def _may_trace(self) -> bool:
         if self._traces > MOST_TRACES or self._name != "train_step":
