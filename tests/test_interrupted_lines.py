@@ -46,6 +46,12 @@ def fit_with_a_breakpoint(made, folder):
     made.fit(X, Y, verbose=0, callbacks=[callback])
 
 
+def fit_traced(made, folder):
+    made.jit_compile = True
+    made.optimizer._loss_scaling.retake_steps = None  # It need not wait for these.
+    made.fit(X, Y, epochs=5, verbose=0)
+
+
 def compare(made, folder):
     options = dict(epochs=1, batch_size=8, seeds=[0], verbose=0)
     keras_mp.compare(model, (X, Y), (X, Y), **options)
@@ -60,6 +66,8 @@ OPERATIONS = {
     "save": lambda made, folder: made.save(folder / "model.keras"),
     "replay": lambda made, folder: replay(folder / "overflow"),
 }
+if BACKEND == "torch":
+    OPERATIONS["fit, traced"] = fit_traced
 
 
 @functools.cache

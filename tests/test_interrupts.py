@@ -19,9 +19,10 @@ from keras_mp.loss_scaling.optimizer import loss_scaling_of
 from keras_mp.tools.breakpoint import overflow_breakpoint
 
 X, Y = np.zeros((64, 64), "float32"), np.zeros((64, 1), "float32")
-WAYS = {"jax": ["{}", '{"steps_per_execution": 3}'], "torch": ["{}"]}.get(
-    BACKEND, ["{}", '{"run_eagerly": true}']
-)
+WAYS = {
+    "jax": ["{}", '{"steps_per_execution": 3}'],
+    "torch": ["{}", '{"jit_compile": true}'],
+}.get(BACKEND, ["{}", '{"run_eagerly": true}'])
 
 
 def fit(model, **options):

@@ -166,26 +166,35 @@ class Train:
         Raises:
             ReplayError: if it cannot.
         """
-        scaling, applied = self._scaling, False
+        scaling, applied, kept = self._scaling, False, True
         states = engine.generator_states() if self._forward.draws else {}
-        if scaling is not None:
-            scaling.begin_step()
-        try:
-            self._kept.keep()
-            found = _replayed(self._forward, [*self._values, *tensors_in(batch)])
-            first, end = self._places
-            # To read whether all is finite is the only wait for the device in a step.
-            if not (first and bool(found[0])):
-                with interrupts.held():
-                    self._update(*self._values, *found[first:end])
-                    applied = True
-                    if scaling is not None:
-                        scaling.note(True)
-        finally:
-            if not applied:
+
+        def put_back() -> None:
+            nonlocal kept
+            if kept and not applied:
                 with interrupts.held():
                     self._kept.put_back()
                     engine.set_generator_states(states)
+                    kept = False
+
+        if scaling is not None:
+            scaling.begin_step()
+        self._kept.keep()  # An interrupt may end this half way: nothing has changed.
+        try:
+            try:
+                found = _replayed(self._forward, [*self._values, *tensors_in(batch)])
+                first, end = self._places
+                # To read whether all is finite is all that a step waits for.
+                if not (first and bool(found[0])):
+                    with interrupts.held():
+                        self._update(*self._values, *found[first:end])
+                        applied = True
+                        if scaling is not None:
+                            scaling.note(True)
+            finally:
+                put_back()
+        finally:  # Again, because an interrupt may have come in between.
+            put_back()
         if not applied:
             return False, None
         logs = filled(self._logs, iter(found[end:]))
