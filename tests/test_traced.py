@@ -21,6 +21,10 @@ if BACKEND != "torch":
     pytest.skip("it is torch whose steps are traced", allow_module_level=True)
 
 import torch
+from half_products_torch import use_kernel
+
+from keras_mp.kernels.torch import cross_entropy
+from keras_mp.policies import weights
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 6)).astype("float32")
@@ -179,6 +183,25 @@ def test_a_traced_step_is_the_eager_one_bit_for_bit(name, policy):
     else:
         loss = LOGITS
     same(build, batches(x), lambda: optimizer_of(policy), loss=loss)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+def test_a_large_head_and_its_loss_in_chunks(metrics, mixed_float16, monkeypatch):
+    use_kernel(monkeypatch)
+    monkeypatch.setattr(weights, "LARGE", 1)
+    monkeypatch.setattr(cross_entropy, "_CHUNK", 8 * 2 * 4)
+    numbers, original = [], cross_entropy.CrossEntropyInChunks.apply
+
+    def apply(*args):
+        numbers.append(args[-1])
+        return original(*args)
+
+    monkeypatch.setattr(cross_entropy.CrossEntropyInChunks, "apply", apply)
+    build, x = MODELS["dense"]
+    optimizer = lambda: optimizer_of("mixed_float16")  # noqa: E731
+    same(build, batches(x), optimizer, metrics=metrics)
+    assert numbers and min(numbers) > 1
 
 
 OPTIMIZERS = {
@@ -344,6 +367,7 @@ def normalized():
     return sequential(*inside, layers.BatchNormalization(), *dense())
 
 
+@pytest.mark.kernels
 def test_the_flag_is_all_that_a_step_waits_for(mixed_float16):
     optimizer = lambda: optimizer_of("mixed_float16")  # noqa: E731
     model, _ = trained(normalized, batches(X, 4), optimizer, True)
