@@ -23,6 +23,7 @@ from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.tables import Table
 from keras_mp.tools.breakpoint import model_file
+from keras_mp.traced.step import TracedStep
 
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
 NAN = np.full_like(X, np.nan)
@@ -286,6 +287,12 @@ def torchs_own_fully_shard(folder, monkeypatch):
     monkeypatch.setattr(sharding.engine, "shards_in_vain", lambda layer: True)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     model.compile("sgd", "mse")
+
+
+@provokes("traced.step._stay_eager", "in spite of", "_stay_eager(")
+def step_that_is_not_traced(folder, monkeypatch):
+    model = keras.Sequential(name="eager")
+    TracedStep(model, "train_step", eager=None)._stay_eager("it has a reason")
 
 
 def warned(call, *args):
