@@ -22,7 +22,7 @@ from keras_mp.types import Model, Variable
 
 
 class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
-    """Steps are eager, or compiled by torch.compile, which breaks at a Python `if`."""
+    """Steps are eager, or traced and replayed; see `traces.py`."""
 
     half_dtypes = frozenset((*HALF, torch.float16, torch.bfloat16))
     fully_shard = staticmethod(sharding.fully_shard)
