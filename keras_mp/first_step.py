@@ -15,7 +15,7 @@ from keras_mp.backends import engine
 from keras_mp.policies import missing_kernels
 from keras_mp.policies.own_calls import state_of
 from keras_mp.replaced import replaced
-from keras_mp.traced.step import TracedStep, is_asked_for, not_compiled
+from keras_mp.traced.function import TracedFunction, is_asked_for, not_compiled
 from keras_mp.types import Model
 
 
@@ -46,7 +46,7 @@ def _make_function(model: Model, name: str, original: Callable, force: bool) -> 
     compiled = model.jit_compile and not model.run_eagerly
     step = engine.keeping_state(model, made) if compiled else made
     if is_traced:
-        step = TracedStep(model, step_name, step).call
+        step = TracedFunction(model, step_name, step).call
     attaching = engine.attaching(model, step)
 
     @functools.wraps(made)

@@ -21,7 +21,7 @@ from keras_mp.loss_scaling.wrapping import watched_for_underflow, wrap_optimizer
 from keras_mp.policies.reach import warn_of_unreached
 from keras_mp.sharding import warn_of_torchs_own
 from keras_mp.still_kernels import KernelWatch
-from keras_mp.traced.step import TracedStep, is_asked_for, not_compiled
+from keras_mp.traced.function import TracedFunction, is_asked_for, not_compiled
 from keras_mp.types import Model
 
 # The mark of a train function that was made with what is ours.
@@ -58,7 +58,7 @@ def _make_train_function(model: Model, original: Callable, force: bool) -> None:
         engine.make_train_function(model, original, force, wrap)
     if model.train_function is not before:
         if is_traced:
-            step = TracedStep(model, "train_step", model.train_function)
+            step = TracedFunction(model, "train_step", model.train_function)
             model.train_function = step.call
         _watch_skips(model)
 

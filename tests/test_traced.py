@@ -13,7 +13,7 @@ from backends import BACKEND, same_bits, values
 from keras import layers, ops
 
 import keras_mp
-from keras_mp.traced.step import TracedStep
+from keras_mp.traced.function import TracedFunction
 from sweeps.layer_cases import cases
 from sweeps.layer_fit import OneLayer, fits
 
@@ -146,7 +146,7 @@ def optimizer_of(policy, **options):
 def programs_of(model, function="train_function"):
     """The trace of a function, or None."""
     step = getattr(model, function)
-    while not isinstance(getattr(step, "__self__", None), TracedStep):
+    while not isinstance(getattr(step, "__self__", None), TracedFunction):
         step = step.__wrapped__
     return step.__self__._program
 

@@ -23,7 +23,7 @@ from keras_mp.backends.train_step import next_calls
 from keras_mp.callbacks import LossScaleMonitor, OverflowBreakpoint
 from keras_mp.tables import Table
 from keras_mp.tools.breakpoint import model_file
-from keras_mp.traced.step import TracedStep
+from keras_mp.traced.function import TracedFunction
 
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
 NAN = np.full_like(X, np.nan)
@@ -289,10 +289,10 @@ def torchs_own_fully_shard(folder, monkeypatch):
     model.compile("sgd", "mse")
 
 
-@provokes("traced.step._stay_eager", "in spite of", "_stay_eager(")
+@provokes("traced.function._stay_eager", "in spite of", "_stay_eager(")
 def step_that_is_not_traced(folder, monkeypatch):
     model = keras.Sequential(name="eager")
-    TracedStep(model, "train_step", eager=None)._stay_eager("it has a reason")
+    TracedFunction(model, "train_step", eager=None)._stay_eager("it has a reason")
 
 
 def warned(call, *args):

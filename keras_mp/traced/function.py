@@ -39,7 +39,7 @@ def not_compiled(model: Model) -> Iterator[None]:
         model.jit_compile = True
 
 
-class TracedStep:
+class TracedFunction:
     """A train, test or predict function of a model, which is compiled.
 
     Args:
