@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from keras_mp.backends.torch.private import (
+    MULTIPLY_ALL,
     RESHAPES,
     is_operator,
     native,
@@ -162,8 +163,7 @@ def multiply_together(graph: fx.Graph) -> None:
         if len(group) > 1:
             tensors, numbers = zip(*(node.args[:2] for node in group), strict=True)
             with graph.inserting_before(before):
-                together = aten._foreach_mul_.ScalarList
-                graph.call_function(together, ([*tensors], [*numbers]))
+                graph.call_function(MULTIPLY_ALL, ([*tensors], [*numbers]))
     for node in {*(first if len(first) > 1 else ()), *(late if len(late) > 1 else ())}:
         graph.erase_node(node)
 

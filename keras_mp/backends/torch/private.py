@@ -82,6 +82,8 @@ def copy_all(copies: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
         copy.copy_(value)
 
 
+# Multiplies each of many tensors by a number of its own, in place and in one kernel.
+MULTIPLY_ALL = torch.ops.aten._foreach_mul_.ScalarList
 # The views that need not ask how a tensor lies in memory.
 RESHAPES = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 
