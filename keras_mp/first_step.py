@@ -32,9 +32,9 @@ def wrap_make_function(original: Callable) -> Callable:
 def _make_function(model: Model, name: str, original: Callable, force: bool) -> None:
     before = getattr(model, name)
     step_name = name.replace("function", "step")
-    # Its own object: JAX would take what was traced of an equal one.
-    is_traced = is_asked_for(model, step_name)
+    is_traced = (force or before is None) and is_asked_for(model, step_name)
     with (
+        # Its own object: JAX would take what was traced of an equal one.
         replaced("steps", model, {step_name: functools.partial}),
         not_compiled(model) if is_traced else contextlib.nullcontext(),
     ):

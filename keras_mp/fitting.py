@@ -53,7 +53,8 @@ def _make_train_function(model: Model, original: Callable, force: bool) -> None:
         # Made while no seam was in, it does not undo a step. Or it is the user's.
         force = force or private.is_keras_own(before)
     wrap = functools.partial(_train_step, model)
-    is_traced = is_asked_for(model, "train_step")
+    is_made = force or before is None
+    is_traced = is_made and is_asked_for(model, "train_step")
     with not_compiled(model) if is_traced else contextlib.nullcontext():
         engine.make_train_function(model, original, force, wrap)
     if model.train_function is not before:
