@@ -23,6 +23,7 @@ if BACKEND != "torch":
 import torch
 from half_products_torch import use_kernel
 
+from keras_mp.backends.torch.traces import Trace
 from keras_mp.kernels.torch import cross_entropy
 from keras_mp.policies import weights
 
@@ -395,6 +396,23 @@ def test_a_dropout_with_a_seed_draws_anew_in_each_step(mixed_float16):
     build = lambda: sequential(layers.Dropout(0.5, seed=1), *dense())  # noqa: E731
     with pytest.warns(UserWarning, match="stays eager"):
         same(build, [(X, Y)] * 5, lambda: optimizer_of("mixed_float16"), traced=False)
+
+
+VIEWS = {
+    "itself": lambda x: x,
+    "a view": lambda x: x.t()[1:],
+    "a part": lambda x: x.unbind()[0],
+    "a part of a part": lambda x: x.split(1)[1].detach().view(-1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_a_trace_returns_is_not_in_the_memory_of_what_it_gets(name, installed):
+    x = torch.arange(6.0).reshape(2, 3)
+    (found,) = Trace(lambda x: [VIEWS[name](x)], [x])(x)
+    assert torch.equal(found, VIEWS[name](x))
+    x.zero_()
+    assert found.count_nonzero() > 0
 
 
 def test_threads_trace_at_the_same_time(mixed_float16):

@@ -136,8 +136,9 @@ def _behind(node: Any) -> Iterator[fx.Node]:
     """A tensor, and those whose memory it may be in."""
     while isinstance(node, fx.Node):
         yield node
+        is_part = node.target is operator.getitem  # Of what an operator has split.
         shares = is_operator(node.target) and shares_memory(node.target)
-        node = node.args[0] if shares else None
+        node = node.args[0] if is_part or shares else None
 
 
 def multiply_together(graph: fx.Graph) -> None:
