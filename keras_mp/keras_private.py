@@ -345,9 +345,14 @@ def default_in_map(policies: Any) -> Any:
 
 
 def drop_internal_frames(error: BaseException) -> None:
-    """Removes what Keras removes from a traceback, unless the user wants to see it."""
+    """Removes what Keras removes from a traceback, unless the user wants to see it.
+
+    An interrupt keeps all, as in Keras: it may come at an instruction that has no line,
+    and Keras' filter fails at those.
+    """
     if (
-        not isinstance(tracebacks, Missing)
+        isinstance(error, Exception)
+        and not isinstance(tracebacks, Missing)
         and keras.config.is_traceback_filtering_enabled()
     ):
         error.__traceback__ = tracebacks._process_traceback_frames(error.__traceback__)

@@ -677,6 +677,19 @@ def test_the_filter_of_tracebacks_asks_of_each_file_and_makes_a_traceback():
         assert error.__traceback__.tb_frame.f_code.co_filename == __file__
 
 
+def test_an_interrupt_at_an_instruction_without_a_line_keeps_its_traceback():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    interrupted.__code__ = interrupted.__code__.replace(co_linetable=b"")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted()
+    before = caught.value.__traceback__
+    assert before.tb_next.tb_lineno is None
+    private.drop_internal_frames(caught.value)
+    assert caught.value.__traceback__ is before
+
+
 def test_keras_asks_for_its_setter_where_a_thread_has_no_policy(monkeypatch):
     private.set_policy_of_thread(None)
     asked = []
