@@ -143,6 +143,9 @@ gpu-gates: $(GPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
 	  test_compiled_step.py test_whole_steps.py test_lowering.py test_xla_tricks.py
+	cd tests && KERAS_BACKEND=tensorflow JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
+	  test_tensorflow_steps.py
 
 # Ten to twenty minutes on two cores, most of them for ResNet-50.
 # libtpu looks for its machine unless it is told, and lets one process in at a time.
@@ -231,7 +234,7 @@ $(VENV)/pyvenv.cfg:
 # place of gigabytes.
 $(GPU_GATES): pyproject.toml
 	$(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install --quiet pytest --editable ".[jax]"
+	$(GPU_VENV)/bin/python -m pip install --quiet pytest --editable ".[jax,tensorflow]"
 	@version=$$($(GPU_VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps \
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version || { \

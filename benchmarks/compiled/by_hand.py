@@ -10,18 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.compiled.cases import HEADS, LENGTH, VOCABULARY, WIDTH, Case
+from benchmarks.compiled.devices import Device
 
 
-def step(case: Case, half: str, attention: str) -> tuple[Any, tuple]:
-    """The jitted step, and the shapes of its arguments.
-
-    Args:
-        case: a decoder.
-        half: the dtype of the products.
-        attention: the `implementation` that `jax.nn.dot_product_attention` takes.
-    """
+def step(case: Case, device: Device) -> tuple[Any, tuple]:
+    """The jitted step of a decoder, and the shapes of its arguments."""
     import optax
 
+    half = device.half.removeprefix("mixed_")
+    attention = "cudnn" if device.platform == "gpu" else "xla"
     adam = optax.adam(1e-4)
 
     def loss_of(weights: Any, ids: Any, labels: Any) -> Any:

@@ -43,6 +43,13 @@ class Case(NamedTuple):
     def is_possible(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
 
+    def is_compiled(self, device: str, backend: str) -> bool:
+        """Is it in the suite, for a device of that name, with that backend?"""
+        if device not in self.devices:
+            return False
+        # JAX's steps are enough of KerasHub's models, and for a TPU.
+        return backend == "jax" or device == "H100" and self.package == "keras"
+
     def compile(self, model: Any, optimizer: Any) -> None:
         if self.own_losses:
             model.compile(optimizer)

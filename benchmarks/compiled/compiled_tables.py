@@ -10,29 +10,36 @@ from keras_mp.tables import Table
 
 FLOAT32, KERAS, OURS = "float32", "Keras", "keras_mp"
 RECOMPUTED, BFLOAT16, BY_HAND = "recompute_logits", "bfloat16", "by hand"
+# Their names in titles.
+BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 WAYS = (FLOAT32, KERAS, OURS, RECOMPUTED, BFLOAT16, BY_HAND)
 
 
 def tables(records: Sequence[Record], whole: bool = False) -> list[Table]:
-    """A table for each device: speed and memory over those of Keras in float32.
+    """Tables of a device and backend: speed and memory over those of float32 there.
 
     Args:
         records: of the suite.
         whole: whether models without a record have a row that says so.
     """
-    return [
-        table
+    found = [
+        _table(device, backend, records, whole)
         for device in DEVICES
-        if (table := _table(device, records, whole)) is not None
+        for backend in BACKENDS
     ]
+    return [table for table in found if table is not None]
 
 
-def _table(device: str, records: Sequence[Record], whole: bool) -> Table | None:
+def _table(
+    device: str, backend: str, records: Sequence[Record], whole: bool
+) -> Table | None:
+    records = [r for r in records if r["backend"] == backend]
     found = {(r["case"], r["way"]): r for r in records}
     rows = []
     for name, case in CASES.items():
         mine = {way: found.get((f"{device}: {name}", way)) for way in WAYS}
-        if device in case.devices and (whole or any(mine.values())):
+        is_wanted = whole or any(mine.values())
+        if is_wanted and case.is_compiled(device, backend):
             rows.append((case.title, *(_cell(mine[w], mine[FLOAT32]) for w in WAYS)))
     if not rows:
         return None
@@ -43,7 +50,7 @@ def _table(device: str, records: Sequence[Record], whole: bool) -> Table | None:
     ]
     half = DEVICES[device].half
     columns = ("", FLOAT32, f"Keras' {half}", OURS, RECOMPUTED, BFLOAT16, BY_HAND)
-    title = f"{device}, {half}: speed-up over float32, and memory"
+    title = f"{device}, {half}, {BACKENDS[backend]}: speed-up over float32, and memory"
     return Table(*without_empty(columns, rows), title=title, notes=failed)
 
 

@@ -2,12 +2,20 @@
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.compiled.cases import CASES, Case
-from benchmarks.compiled.compiled_tables import BY_HAND, RECOMPUTED, WAYS, tables
+from benchmarks.compiled.cases import CASES
+from benchmarks.compiled.compiled_tables import (
+    BACKENDS,
+    BY_HAND,
+    RECOMPUTED,
+    WAYS,
+    tables,
+)
 from benchmarks.compiled.devices import DEVICES
 from benchmarks.origin import origin
 from benchmarks.results import Record
 from benchmarks.suites import Suite
+
+_PACKAGES = ["jax", "optax", "keras-hub", "jax-cuda12-plugin", "libtpu"]
 
 
 def measure(
@@ -21,7 +29,7 @@ def measure(
 
     Args:
         case: device and model, "H100: MLP".
-        backend: "jax".
+        backend: "jax" or "tensorflow", whose steps JAX compiles.
         way: one of `WAYS`.
         progress, ready: see `Suite.measure`.
 
@@ -33,15 +41,10 @@ def measure(
 
     name, _, model = case.partition(": ")
     yield {
-        **origin(["optax", "keras-hub", "jax-cuda12-plugin", "libtpu"]),
+        **origin(_PACKAGES),
         "device": name,
         **read_step(CASES[model], DEVICES[name], way),
     }
-
-
-def _ways(case: Case) -> list[str]:
-    left_out = [] if case.depth else [RECOMPUTED, BY_HAND]
-    return [way for way in WAYS if way not in left_out]
 
 
 _ALL = {
@@ -51,13 +54,21 @@ _ALL = {
     if device in case.devices
 }
 
+
+def _configurations() -> Iterator[dict[str, str]]:
+    for name, case in _ALL.items():
+        device, _, _ = name.partition(":")
+        for backend in BACKENDS:
+            if case.is_compiled(device, backend):
+                whole = case.depth and backend == "jax"
+                for way in WAYS:
+                    if whole or way not in (RECOMPUTED, BY_HAND):
+                        yield {"case": name, "backend": backend, "way": way}
+
+
 SUITE = Suite(
     "compiled",
-    [
-        {"case": name, "backend": "jax", "way": way}
-        for name, case in _ALL.items()
-        for way in _ways(case)
-    ],
+    list(_configurations()),
     measure,
     tables,
     # Without the plugin of its device, or its package, no step can be compiled.
@@ -74,6 +85,6 @@ SUITE = Suite(
     ],
     environment=lambda about: {
         **DEVICES[about["case"].partition(":")[0]].environment,
-        "KERAS_BACKEND": "jax",
+        "KERAS_BACKEND": about["backend"],
     },
 )

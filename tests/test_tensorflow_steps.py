@@ -1,0 +1,57 @@
+"""A mixed train step of TensorFlow beside the float32 step, compiled for an H100.
+
+Read from the programs, which are never run: `make gpu-gates`. JAX's are in
+`test_whole_steps.py`.
+"""
+
+import functools
+import os
+
+import keras
+import pytest
+
+if keras.backend.backend() != "tensorflow" or "KERAS_MP_GPU_TARGET" not in os.environ:
+    pytest.skip("make gpu-gates", allow_module_level=True)
+
+from whole_steps import products
+
+from benchmarks.compiled.cases import CASES
+from benchmarks.compiled.compiled_tables import FLOAT32, OURS
+from benchmarks.compiled.devices import DEVICES
+from benchmarks.compiled.steps import program_of
+from keras_mp.policies import weights
+
+# Peak memory, of the float32 step's, is at most this: measured, then rounded up.
+MEMORY = {"decoder": 0.99, "MLP": 0.96, "ViT": 0.75, "ResNet-50": 0.60}
+
+of_each_model = pytest.mark.parametrize("model", MEMORY)
+
+
+@functools.cache
+def step(model, way):
+    keras.backend.clear_session()
+    return program_of(CASES[model], DEVICES["H100"], way)
+
+
+def float32_products(program):
+    found = list(products(program.text))
+    assert found
+    return [f"{each} of {each.source}" for each in found if "f32" in each.operands]
+
+
+@of_each_model
+def test_no_product_of_a_mixed_step_has_a_float32_operand(model):
+    assert float32_products(step(model, FLOAT32))
+    assert not float32_products(step(model, OURS))
+
+
+@of_each_model
+def test_its_peak_memory_is_bounded_by_that_of_float32(model):
+    ratio = step(model, OURS).peak / step(model, FLOAT32).peak
+    assert ratio <= MEMORY[model], f"{ratio:.3f}"
+
+
+def test_the_gate_sees_a_head_in_float32(monkeypatch):
+    monkeypatch.setattr(weights, "LARGE", 2**40)
+    # The product and the two of its gradient.
+    assert len(float32_products(step.__wrapped__("MLP", OURS))) == 3
