@@ -19,13 +19,13 @@ from products import lowered
 from test_heads import cross_entropy_of
 
 import keras_mp
+from keras_mp.kernels import logits as kernels_logits
 from keras_mp.kernels import products
 from keras_mp.kernels.jax import large_heads
-from keras_mp.kernels.jax import logits as kernels_logits
-from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels.logits import Product
 from keras_mp.kernels.products import number_of_chunks
 from keras_mp.policies import weights
-from keras_mp.repairs.jax import logits as known_logits
+from keras_mp.repairs import logits as known_logits
 from keras_mp.repairs.jax import one_pass
 from keras_mp.repairs.products import HalfOperands
 
@@ -406,14 +406,14 @@ def test_accuracy_comes_with_the_loss(kind, every_head_is_large, monkeypatch):
         return [values for name, values in history.items() if "loss" not in name]
 
     expected = unchunked(accuracies)
-    read, original = [], kernels_logits._classes.get
+    read, original = [], kernels_logits.classes.get
 
     def get(tensor):
         found = original(tensor)
         read.append(found is not None)
         return found
 
-    monkeypatch.setattr(kernels_logits._classes, "get", get)
+    monkeypatch.setattr(kernels_logits.classes, "get", get)
     np.testing.assert_allclose(accuracies(), expected, rtol=1e-5)
     assert max(expected[0]) > 0
     assert read == [True, True]  # In training and in validation.

@@ -17,11 +17,11 @@ from keras import layers
 from products import jaxpr_of, lowered
 
 import keras_mp
-from keras_mp.kernels.jax.logits import Probabilities
+from keras_mp.kernels.logits import Probabilities
 from keras_mp.policies.weights import LARGE
-from keras_mp.repairs.jax import logits as known_logits
+from keras_mp.repairs import logits as known_logits
 from keras_mp.repairs.jax import one_pass
-from keras_mp.repairs.jax.logits import Head
+from keras_mp.repairs.logits import Head
 
 pytestmark = pytest.mark.usefixtures("installed")
 

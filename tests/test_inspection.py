@@ -130,7 +130,11 @@ def test_how_the_loss_reads_large_logits_is_said(metrics, recompute, sentence):
     assert not keras_mp.inspect(model).losses
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=metrics)
     found = keras_mp.inspect(model)
-    if BACKEND == "jax":
+    if BACKEND == "tensorflow":
+        sentence = sentence.replace("chunks:", "chunks where XLA compiles for a GPU:")
+        if recompute:
+            sentence = "logits take 1.1 GB as a whole: only JAX computes them again;"
+    if BACKEND != "torch":
         assert sentence in " ".join(str(found).split())
     else:
         assert not found.losses

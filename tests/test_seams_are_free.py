@@ -88,7 +88,7 @@ def layers():
 def test_a_layer_call_costs_one_python_call_more(name):
     if BACKEND == "jax":
         # JAX keeps the trace of a step that failed, in another test, with its tensors.
-        resolve_name("keras_mp.repairs.jax.logits:noted").facts.clear()
+        resolve_name("keras_mp.repairs.logits:noted").facts.clear()
     keras_mp.install()
     call, number = layers()[name]
     call(), call()

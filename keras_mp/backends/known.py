@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Sized
 from typing import Generic, TypeVar
 
+import keras
+
 from keras_mp.types import Tensor
 
 Fact = TypeVar("Fact")
@@ -29,3 +31,32 @@ class Known(Generic[Fact]):
     def get(self, tensor: Tensor) -> Fact | None:
         reference, fact = self.facts.get(id(tensor), (None, None))
         return fact if reference is not None and reference() is tensor else None
+
+
+class KnownInGraph(Known[Fact]):
+    """Facts that hold other tensors of the same graph of TensorFlow.
+
+    Each is kept on its tensor: what this object held would keep the whole graph. In
+    `facts` is the last one alone, without what it says: TensorFlow itself keeps graphs
+    with gradients of their own.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = f"_keras_mp_{name}"
+
+    def note(self, tensor: Tensor, fact: Fact) -> None:
+        setattr(tensor, self._name, fact)
+        self.facts.clear()
+        super().note(tensor, None)  # type: ignore[arg-type]
+
+    def get(self, tensor: Tensor) -> Fact | None:
+        return getattr(tensor, self._name, None)
+
+
+def known_tensors(name: str) -> Known:
+    """Facts about what this backend traces, to be added to `IN_USE`."""
+    in_graph = keras.backend.backend() == "tensorflow"
+    known: Known = KnownInGraph(name) if in_graph else Known()
+    IN_USE.append(known.facts)
+    return known

@@ -1,9 +1,10 @@
 """The private names of TensorFlow that keras_mp uses, each with the reason.
 
-They are looked up where they are used. Without one of the first two a step is right,
-and slower.
+They are looked up where they are used. Without one of the first three a step is right,
+and slower or larger.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,12 +28,54 @@ def supports_no_merge_call() -> bool:
     return tells is not None and tells()
 
 
-def dot(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The product of two matrices in a dtype other than theirs, which only XLA has."""
+def is_put_on_cpu() -> bool:
+    """Does `tf.device`, around the call or in what is traced, name a CPU?"""
+    from tensorflow.python.eager import context
+
+    tells = getattr(context, "context", None)
+    return tells is None or "CPU" in (tells().device_name or "")
+
+
+def dot(
+    a: tf.Tensor, b: tf.Tensor, axis_of_a: int, axis_of_b: int, dtype: str
+) -> tf.Tensor:
+    """The sum over an axis of each in a dtype other than theirs, which only XLA has."""
     from tensorflow.compiler.tf2xla.python.xla import dot_general
     from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 
     axes = DotDimensionNumbers(
-        lhs_contracting_dimensions=[1], rhs_contracting_dimensions=[0]
+        lhs_contracting_dimensions=[axis_of_a], rhs_contracting_dimensions=[axis_of_b]
     )
-    return dot_general(a, b, axes, preferred_element_type=dtype)
+    return dot_general(a, b, axes, preferred_element_type=tf.as_dtype(dtype))
+
+
+def barrier(*tensors: tf.Tensor) -> Sequence[tf.Tensor]:
+    """The same tensors; XLA makes all of them before what reads one of these."""
+    from tensorflow.compiler.tf2xla.python.xla import optimization_barrier
+
+    return optimization_barrier(*tensors)
+
+
+def empty(shape: Sequence[int], dtype: str) -> tf.Tensor:
+    """Memory without values, which XLA has on GPUs."""
+    from tensorflow.compiler.tf2xla.python.xla import custom_call_v2
+
+    (made,) = custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])
+    return made
+
+
+def reduce(
+    operands: Sequence[tf.Tensor], first: Sequence[tf.Tensor], combine: Callable
+) -> Sequence[tf.Tensor]:
+    """Combines several tensors over their last axis in one pass, which only XLA does.
+
+    Args:
+        operands: (..., n) each.
+        first: a scalar for each, that changes nothing if it is combined.
+        combine: takes two scalars for each operand, and returns one for each.
+    """
+    from tensorflow.compiler.tf2xla.python.xla import variadic_reduce
+
+    specs = [tf.TensorSpec((), x.dtype) for x in operands] * 2
+    reducer = tf.function(combine, autograph=False).get_concrete_function(*specs)
+    return variadic_reduce(operands, first, [operands[0].shape.rank - 1], reducer)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_mp.kernels.jax import targets as of_targets
-from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels import targets as of_targets
 from keras_mp.kernels.jax.products import in_float32, multiply
+from keras_mp.kernels.logits import Product
 from keras_mp.kernels.products import size_of_chunk
 from keras_mp.repairs.jax import one_pass
 from keras_mp.types import Tensor
@@ -127,7 +127,7 @@ class _Chunk:
         return in_float32(multiply, inputs.astype(part.dtype), part)
 
     def logits(self, product: Any, others: Sequence) -> Any:
-        return self._head.follow(product, others, self.start, self._stop)
+        return self._head.follow_part(product, others, self.start, self._stop)
 
     def own(self, logits: Tensor, targets: Tensor) -> Any:
         """The logits of the targets that are among these classes, 0 for the others."""

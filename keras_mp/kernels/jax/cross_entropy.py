@@ -11,18 +11,19 @@ import jax.numpy as jnp
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.jax import compilation
-from keras_mp.kernels.jax import large_heads, logits
-from keras_mp.kernels.jax.logits import Probabilities, Product
+from keras_mp.kernels import logits
+from keras_mp.kernels.jax import classes as of_metrics
+from keras_mp.kernels.jax import large_heads
+from keras_mp.kernels.logits import Product
 from keras_mp.repairs.jax import softmax
 from keras_mp.repairs.jax.cross_entropy import in_one_pass, may_be_parted_by_classes
-from keras_mp.repairs.jax.logits import known, note
-from keras_mp.repairs.products import in_scope
+from keras_mp.repairs.logits import known
 from keras_mp.types import Tensor
 
 
 def kernels() -> dict[str, Wrapper]:
     return {
-        "softmax": lambda original: _softmax(softmax.in_float32(original)),
+        "softmax": lambda original: logits.softmax(softmax.in_float32(original)),
         "sparse_categorical_crossentropy": _in_chunks_or_one_pass,
         "categorical_crossentropy": _loss_of_probabilities,
     }
@@ -30,17 +31,6 @@ def kernels() -> dict[str, Wrapper]:
 
 def _in_chunks_or_one_pass(original: Callable) -> Callable:
     return in_one_pass(original, _in_chunks)
-
-
-def _softmax(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def noting(x: Tensor, axis: int = -1) -> Any:
-        probabilities = original(x, axis)
-        if axis == -1 and (in_scope() or known(x)):
-            note(probabilities, Probabilities(x))
-        return probabilities
-
-    return noting
 
 
 def _loss_of_probabilities(original: Callable) -> Callable:
@@ -79,4 +69,4 @@ def _in_chunks(x: Tensor, targets: Tensor, output: Tensor) -> Any | None:
     if not number:
         return None
     losses, classes = large_heads.losses(fact, targets, number)
-    return losses if classes is None else logits.note_classes(losses, output, classes)
+    return losses if classes is None else of_metrics.note(losses, output, classes)

@@ -13,15 +13,16 @@ import keras
 from jax import lax
 
 from keras_mp.kernels.jax import chunks, rows
-from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels.logits import Product
 from keras_mp.kernels.products import number_of_chunks
+from keras_mp.kernels.rows import fits
 from keras_mp.types import Tensor
 
 
 def number_for(head: Product) -> int:
     """The number of chunks; 0 if the loss reads all logits at once."""
     how = head.operands
-    if how.logits == "in chunks" and not rows.fits(head):
+    if how.logits == "in chunks" and not fits(head):
         return 0
     distribution: Any = keras.distribution.distribution()
     devices = math.prod(distribution.device_mesh.shape) if distribution else 1

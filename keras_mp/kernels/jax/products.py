@@ -13,8 +13,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.kernels import products
-from keras_mp.kernels.jax import logits
-from keras_mp.kernels.jax.logits import Product
+from keras_mp.kernels.logits import Product
+from keras_mp.repairs.logits import note
 from keras_mp.repairs.products import HalfOperands
 from keras_mp.types import Tensor
 
@@ -28,7 +28,7 @@ def kernels() -> dict[str, Wrapper]:
 def _product(run: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
     result = _with_half_operands(run, a, b, operands)
     if run is multiply and b.ndim == 2:
-        logits.note(result, Product(a, b, operands))
+        note(result, Product(a, b, operands))
     return result
 
 

@@ -1,29 +1,36 @@
 """The kernels on JAX."""
 
 from keras_mp.backends.interface import Wrapper
+from keras_mp.kernels import logits
 from keras_mp.kernels.jax import (
     activations,
     attention,
     convolutions,
     cross_entropy,
-    logits,
     moments,
     products,
 )
+from keras_mp.kernels.jax.private import are_of_one_trace
 from keras_mp.kernels.products import number_of_chunks
 from keras_mp.repairs.jax import broadcasting
-from keras_mp.repairs.jax.logits import of_heads
+from keras_mp.repairs.logits import of_heads
 
-__all__ = ["HALF_PRODUCTS", "KEEPS_LOGITS", "number_of_chunks", "wrappers"]
+__all__ = [
+    "HALF_PRODUCTS",
+    "IN_CHUNKS",
+    "KEEPS_LOGITS",
+    "number_of_chunks",
+    "wrappers",
+]
 
-HALF_PRODUCTS = ""
+HALF_PRODUCTS = IN_CHUNKS = ""
 KEEPS_LOGITS = False
 
 
 def wrappers() -> dict[str, Wrapper]:
     sums = broadcasting.repairs(convolutions.passed_on(broadcasting.derived_as))
     return {
-        **logits.kernels(sums),
+        **logits.kernels(sums, are_of_one_trace),
         **convolutions.kernels(products.kernels()),
         **cross_entropy.kernels(),
         **activations.kernels(),

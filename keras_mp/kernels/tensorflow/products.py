@@ -12,6 +12,8 @@ from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.tensorflow import private
 from keras_mp.backends.tensorflow.step import compiled_by_xla
 from keras_mp.kernels import matrices, products
+from keras_mp.kernels.logits import Product
+from keras_mp.repairs.logits import note
 from keras_mp.repairs.products import HalfOperands
 from keras_mp.types import Tensor
 
@@ -21,6 +23,15 @@ def kernels() -> dict[str, Wrapper]:
 
 
 def _product(shaped: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
+    result = shaped(half_product(a, b, operands))
+    # One of several axes of columns, or with its channels first, is no matrix of rows.
+    if result.shape[-1] == b.shape[-1] and result.op.type == "Reshape":
+        note(result, Product(a, b, operands))
+    return result
+
+
+def half_product(a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
+    """The product of (rows, k) and (k, n), float32 both, in float32."""
     half, gradient, tied = operands[:3]
 
     @tf.custom_gradient
@@ -33,8 +44,9 @@ def _product(shaped: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> 
             db = tf.matmul(cast_a, cast_grad, transpose_a=True)
             return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
 
-        return private.dot(tf.cast(a, half), tf.cast(b, half), tf.float32), derivative
+        result = private.dot(tf.cast(a, half), tf.cast(b, half), 1, 0, "float32")
+        return result, derivative
 
     # XLA always compiles it: a user's `tf.function` that is traced inside XLA code may
     # also be called outside it, with the same trace.
-    return shaped(tf.function(product, jit_compile=True, autograph=False)(a, b))
+    return tf.function(product, jit_compile=True, autograph=False)(a, b)

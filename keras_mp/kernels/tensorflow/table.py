@@ -1,15 +1,36 @@
 """The kernels on TensorFlow."""
 
+import tensorflow as tf
+
 from keras_mp.backends.interface import Wrapper
-from keras_mp.kernels.tensorflow import products
+from keras_mp.kernels import logits, products
+from keras_mp.kernels.tensorflow import cross_entropy
+from keras_mp.kernels.tensorflow.products import kernels as of_products
+from keras_mp.repairs.tensorflow.table import wrappers as repairs
+from keras_mp.types import Tensor
 
 HALF_PRODUCTS = " where XLA compiles"
+IN_CHUNKS = " where XLA compiles for a GPU"
 KEEPS_LOGITS = False
 
 
 def number_of_chunks(rows: int, classes: int, logits: str) -> int:
-    return 0
+    """As in `products`; nothing is recomputed, and such logits are read as a whole."""
+    if logits == "recomputed":
+        return 0
+    return products.number_of_chunks(rows, classes, logits)
 
 
 def wrappers() -> dict[str, Wrapper]:
-    return products.kernels()
+    sums = {name: repairs()[name] for name in ("add", "subtract", "multiply")}
+    return {
+        **logits.kernels(sums, _are_of_one_graph),
+        **of_products(),
+        **cross_entropy.kernels(),
+        "softmax": logits.softmax,
+        "heads.call": logits.of_heads,
+    }
+
+
+def _are_of_one_graph(a: Tensor, b: Tensor) -> bool:
+    return b.graph is tf.compat.v1.get_default_graph()

@@ -13,9 +13,15 @@ from keras_mp.kernels.torch import (
 )
 from keras_mp.kernels.torch.cross_entropy import number_of_chunks
 
-__all__ = ["HALF_PRODUCTS", "KEEPS_LOGITS", "number_of_chunks", "wrappers"]
+__all__ = [
+    "HALF_PRODUCTS",
+    "IN_CHUNKS",
+    "KEEPS_LOGITS",
+    "number_of_chunks",
+    "wrappers",
+]
 
-HALF_PRODUCTS = " on NVIDIA's GPUs"
+HALF_PRODUCTS = IN_CHUNKS = " on NVIDIA's GPUs"
 KEEPS_LOGITS = True
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_mp.repairs.jax import logits, one_pass
+from keras_mp.repairs import logits
+from keras_mp.repairs.jax import one_pass
 from keras_mp.types import Tensor
 
 # What computes (logits, labels, output) another way, or returns None.

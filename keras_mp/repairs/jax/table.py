@@ -1,11 +1,11 @@
 """The repairs on JAX."""
 
 from keras_mp.backends.interface import Wrapper
+from keras_mp.repairs import logits
 from keras_mp.repairs.jax import (
     attention,
     broadcasting,
     cross_entropy,
-    logits,
     recurrent,
     softmax,
 )

@@ -46,18 +46,20 @@ def _sentence(layer: Layer, rows: int, classes: int) -> str:
     if kernels.KEEPS_LOGITS:
         mode = "kept"
     elif not number:
-        mode = "whole"
+        mode = "whole" if mode != "recomputed" else "not recomputed"
         number = kernels.number_of_chunks(rows, classes, "in chunks")
     if not number:
         return ""
     path, size_of = layer_path(layer), in_bytes(4 * rows * classes)
-    chunks = f"in {number} chunk{'s' if number > 1 else ''}"
+    chunks = f"in {number} chunk{'s' if number > 1 else ''}{kernels.IN_CHUNKS}"
     in_words = {
         "in chunks": f"head and loss {chunks}: logits would take {size_of}",
         "recomputed": f"head and loss {chunks}, whose logits ({size_of}) are computed "
         "again in the backward pass",
-        "kept": f"head and loss are differentiated {chunks}{kernels.HALF_PRODUCTS}: "
-        f"the gradient of the logits would take {size_of}",
+        "kept": f"head and loss are differentiated {chunks}: the gradient of the "
+        f"logits would take {size_of}",
+        "not recomputed": f"logits take {size_of} as a whole: only JAX computes them "
+        f"again; without `recompute_logits` head and loss are computed {chunks}",
         "whole": f"logits take {size_of} as a whole, for the metrics; without metrics "
         f"head and loss are computed {chunks}",
     }

@@ -1,23 +1,20 @@
-"""Tells the loss how the logits that it reads were made.
+"""Tells the loss how the logits that it reads were made, where a compiler traces.
 
-A function that is traced by itself (`jax.checkpoint`, `jit`) returns another tensor
-than the one known inside it.
+A function that is traced by itself (`jax.checkpoint`, `jit`, `tf.function`) returns
+another tensor than the one known inside it.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import keras
-from jax import lax
+from keras import ops
 
 from keras_mp.backends.interface import Wrapper, around
-from keras_mp.backends.known import IN_USE, Known
-from keras_mp.kernels.jax.private import are_of_one_trace
-from keras_mp.repairs.jax.logits import known, note, noted
-from keras_mp.repairs.products import HalfOperands
+from keras_mp.backends.known import known_tensors
+from keras_mp.repairs.logits import known, note, noted
+from keras_mp.repairs.products import HalfOperands, in_scope
 from keras_mp.types import Tensor
 
 
@@ -25,10 +22,10 @@ class Product(NamedTuple):
     """A product of (..., k) and (k, classes), and the steps that followed it.
 
     Attributes:
-        inputs: (..., k).
+        inputs: (..., k); on TensorFlow (rows, k).
         kernel: (k, classes).
         operands: how it is computed.
-        others: further tensors that the steps take, which broadcast to the product.
+        others: further tensors that the steps take, which broadcast to the logits.
         steps: elementwise functions of the result so far and `others`.
         added: how many of the others are added to the product before anything else.
         returned: whether the head returned the result of the last step.
@@ -42,15 +39,17 @@ class Product(NamedTuple):
     added: int = 0
     returned: bool = False
 
-    def follow(self, product: Any, others: Sequence[Any], start: int, stop: int) -> Any:
+    def follow(self, product: Any, others: Sequence[Any]) -> Any:
+        """The logits, from their product."""
+        return functools.reduce(lambda x, step: step(x, others), self.steps, product)
+
+    def follow_part(self, product: Any, others: Sequence, start: int, stop: int) -> Any:
         """The logits of the classes from `start` to `stop`, from their product."""
         parts = [
-            lax.slice_in_dim(x, start, stop, axis=x.ndim - 1)
-            if x.ndim and x.shape[-1] > 1
-            else x
+            x[..., start:stop] if len(x.shape) and x.shape[-1] > 1 else x
             for x in others
         ]
-        return functools.reduce(lambda x, step: step(x, parts), self.steps, product)
+        return self.follow(product, parts)
 
 
 class Probabilities(NamedTuple):
@@ -60,38 +59,7 @@ class Probabilities(NamedTuple):
 
 
 _PRODUCT = object()  # Stands for the product itself, which nothing may keep alive.
-_classes: Known[Any] = Known()  # The classes of the largest logits.
-IN_USE.append(_classes.facts)
-
-
-def note_classes(losses: Any, output: Tensor, classes: Any) -> Any:
-    """Remembers the class of an output's largest element for metrics that read it.
-
-    Args:
-        losses: any tensor that the step goes on with.
-        output: (..., classes), what a head or a softmax after it returned.
-        classes: the class of its largest element, (...,).
-
-    Returns:
-        `losses`, to go on with.
-    """
-    _classes.note(output, classes)
-    return _noting(losses, output, classes)
-
-
-# Keras differentiates the loss with `jax.value_and_grad` and computes metrics outside,
-# where the model's output is another tracer. `_note_outside` gets that: JAX calls it
-# with the values that the tracers of the differentiation stand for.
-@jax.custom_jvp
-def _noting(losses: Any, output: Tensor, classes: Any) -> Any:
-    return losses
-
-
-@_noting.defjvp
-def _note_outside(primals: Sequence, tangents: Sequence) -> tuple[Any, Any]:
-    losses, output, classes = primals
-    _classes.note(output, classes)
-    return losses, tangents[0]
+classes = known_tensors("classes")  # The classes of the largest logits.
 
 
 def of_heads(original: Callable) -> Callable:
@@ -111,22 +79,42 @@ def of_heads(original: Callable) -> Callable:
     return call
 
 
-def kernels(others: dict[str, Wrapper]) -> dict[str, Wrapper]:
-    """Wrappers of what heads and losses do to logits, around others by the same name.
+def kernels(
+    others: dict[str, Wrapper], of_one_program: Callable[[Tensor, Tensor], bool]
+) -> dict[str, Wrapper]:
+    """Wrappers of what heads, losses and metrics do to logits.
 
     Heads add a bias or cap logits (divide, tanh, multiply); losses mask ignored labels.
+
+    Args:
+        others: they go around these by the same name.
+        of_one_program: whether two tensors may be read in the same place.
     """
     names = (*others, "divide", "tanh", "where")
-    return {**around(others, names, _followed), "argmax": _argmax}
+    of_metrics = functools.partial(_argmax, of_one_program)
+    return {**around(others, names, _followed), "argmax": of_metrics}
 
 
-def _argmax(original: Callable) -> Callable:
+def softmax(original: Callable) -> Callable:
+    """Wraps the softmax: the loss is computed from its logits."""
+
+    @functools.wraps(original)
+    def noting(x: Tensor, axis: int = -1) -> Any:
+        probabilities = original(x, axis)
+        if axis == -1 and (in_scope() or known(x)):
+            note(probabilities, Probabilities(x))
+        return probabilities
+
+    return noting
+
+
+def _argmax(of_one_program: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
     def argmax(x: Tensor, axis: int | None = None, keepdims: bool = False) -> Any:
-        classes = _classes.get(x) if _classes.facts else None
-        is_known = classes is not None and axis in (-1, x.ndim - 1) and not keepdims
-        if is_known and are_of_one_trace(x, classes):
-            return classes
+        found = classes.get(x) if classes.facts else None
+        is_known = found is not None and axis in (-1, len(x.shape) - 1)
+        if is_known and not keepdims and of_one_program(x, found):
+            return found
         return original(x, axis=axis, keepdims=keepdims)
 
     return argmax
@@ -139,7 +127,8 @@ def _followed(original: Callable) -> Callable:
         if kwargs or not noted.facts:
             return result
         products = [x for x in args if isinstance(known(x), Product)]
-        if len(products) == 1 and products[0].shape == result.shape:
+        # Sizes that TensorFlow does not know are None in both.
+        if len(products) == 1 and tuple(products[0].shape) == tuple(result.shape):
             _note_step(original, args, products[0], result)
         return result
 
@@ -156,7 +145,7 @@ def _note_step(original: Callable, args: Sequence, before: Any, result: Any) -> 
             places.append((_PRODUCT, None))
         elif hasattr(x, "shape"):
             places.append((None, len(others)))
-            others.append(jnp.asarray(getattr(x, "value", x)))
+            others.append(ops.convert_to_tensor(x))
         else:
             places.append((x, None))
 

@@ -4,11 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import keras
+from keras import ops
 
-from keras_mp.backends.known import IN_USE, Known
-from keras_mp.types import Tensor
+from keras_mp.backends.known import known_tensors
 
 
 class Head:
@@ -16,14 +15,8 @@ class Head:
 
 
 # What is known of logits: a `Head`, or more where kernels are in.
-noted: Known[Any] = Known()
-IN_USE.append(noted.facts)
-known = noted.get
-
-
-def note(tensor: Tensor, fact: Any) -> None:
-    if isinstance(tensor, jax.Array):
-        noted.note(tensor, fact)
+noted = known_tensors("logits")
+known, note = noted.get, noted.note
 
 
 def of_heads(original: Callable) -> Callable:
@@ -33,7 +26,7 @@ def of_heads(original: Callable) -> Callable:
     def call(*args: Any) -> Any:
         outputs = original(*args)
         for output in keras.tree.flatten(outputs):
-            if known(output) is None:
+            if ops.is_tensor(output) and known(output) is None:
                 note(output, Head())
         return outputs
 
