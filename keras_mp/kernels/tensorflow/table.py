@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.kernels import logits, products
-from keras_mp.kernels.tensorflow import cross_entropy
+from keras_mp.kernels.tensorflow import activations, cross_entropy
 from keras_mp.kernels.tensorflow.products import kernels as of_products
 from keras_mp.repairs.tensorflow.table import wrappers as repairs
 from keras_mp.types import Tensor
@@ -27,6 +27,7 @@ def wrappers() -> dict[str, Wrapper]:
         **logits.kernels(sums, _are_of_one_graph),
         **of_products(),
         **cross_entropy.kernels(),
+        "gelu": activations.keeping_slopes,
         "softmax": logits.softmax,
         "heads.call": logits.of_heads,
     }
