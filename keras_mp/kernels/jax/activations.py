@@ -1,4 +1,4 @@
-"""Activations that keep their slopes alone for the gradient, in half precision.
+"""Activations that keep their slopes, or their result, alone for the gradient.
 
 Left to itself XLA keeps intermediate results, or computes them once more.
 """
@@ -36,8 +36,7 @@ def _keeping_slopes(original: Callable, cheap: Callable | None = None) -> Callab
 
     @functools.wraps(original)
     def activation(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Outside a trace, nothing is differentiated.
-        if not isinstance(x, jax.core.Tracer) or x.dtype.name not in HALF:
+        if not is_differentiated(x):
             return original(x, *args, **kwargs)
 
         def plain(x: Tensor) -> Any:
@@ -49,6 +48,11 @@ def _keeping_slopes(original: Callable, cheap: Callable | None = None) -> Callab
         return lax.platform_dependent(x, tpu=plain, default=_with_slopes(same))
 
     return activation
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """May a gradient be asked for by a tensor in half precision?"""
+    return isinstance(x, jax.core.Tracer) and x.dtype.name in HALF
 
 
 def _with_slopes(function: Callable) -> Callable:
@@ -76,3 +80,17 @@ def gelu(x: Tensor) -> Any:
     """
     wide = x.astype("float32")
     return (wide * (0.5 + 0.5 * lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+
+
+@jax.custom_jvp
+def relu(x: Tensor) -> Any:
+    """ReLU that keeps its result alone."""
+    return jnp.maximum(x, 0)
+
+
+@relu.defjvp
+def _derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (x,), (dx,) = primals, tangents
+    # XLA would compare the input instead of what is behind this barrier.
+    result = lax.optimization_barrier(relu(x))
+    return result, jnp.where(result > 0, dx, 0)

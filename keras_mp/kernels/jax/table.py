@@ -1,11 +1,10 @@
 """The kernels on JAX."""
 
-from keras_mp.backends.interface import Wrapper
-from keras_mp.kernels import logits
+from keras_mp.backends.interface import Wrapper, around
+from keras_mp.kernels import convolutions, logits
 from keras_mp.kernels.jax import (
     activations,
     attention,
-    convolutions,
     cross_entropy,
     moments,
     products,
@@ -28,10 +27,13 @@ KEEPS_LOGITS = False
 
 
 def wrappers() -> dict[str, Wrapper]:
-    sums = broadcasting.repairs(convolutions.passed_on(broadcasting.derived_as))
+    sums = broadcasting.repairs()
+    sums |= around(sums, ["add"], convolutions.passed_on)
     return {
         **logits.kernels(sums, are_of_one_trace),
-        **convolutions.kernels(products.kernels()),
+        **convolutions.kernels(
+            products.kernels(), activations.is_differentiated, activations.relu
+        ),
         **cross_entropy.kernels(),
         **activations.kernels(),
         **moments.kernels(),

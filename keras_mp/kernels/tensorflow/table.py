@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from keras_mp.backends.interface import Wrapper
-from keras_mp.kernels import logits, products
+from keras_mp.backends.interface import Wrapper, around
+from keras_mp.kernels import convolutions, logits, products
 from keras_mp.kernels.tensorflow import activations, cross_entropy
 from keras_mp.kernels.tensorflow.products import kernels as of_products
 from keras_mp.repairs.tensorflow.table import wrappers as repairs
@@ -23,9 +23,12 @@ def number_of_chunks(rows: int, classes: int, logits: str) -> int:
 
 def wrappers() -> dict[str, Wrapper]:
     sums = {name: repairs()[name] for name in ("add", "subtract", "multiply")}
+    sums |= around(sums, ["add"], convolutions.passed_on)
     return {
         **logits.kernels(sums, _are_of_one_graph),
-        **of_products(),
+        **convolutions.kernels(
+            of_products(), activations.is_differentiated, activations.relu
+        ),
         **cross_entropy.kernels(),
         "gelu": activations.keeping_slopes,
         "softmax": logits.softmax,
