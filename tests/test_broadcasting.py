@@ -6,7 +6,7 @@ import pytest
 from backends import BACKEND
 from keras import ops
 
-import keras_mp  # noqa: F401 (puts the seams in)
+import keras_mp
 from sweeps.layer_errors import tolerance
 from sweeps.layer_gradients import MODES, called
 
@@ -62,6 +62,33 @@ def test_what_is_computed_is_the_same(dtype):
             # A result of float32, which is exact, rounded once.
             expected = ops.cast(operation(*wide), dtype)
             assert ops.convert_to_numpy(ops.all(got == expected))
+
+
+RECURRENT = [keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_loop_takes_a_batch_of_unknown_size(kind, policy):
+    # The last batch is shorter: TensorFlow does not know the size of any.
+    x = np.random.default_rng(0).normal(size=(12, 5, 6)).astype("float32")
+
+    def losses(policy):
+        keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = keras.Sequential([keras.Input((5, 6)), kind(8)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=BACKEND != "torch")
+        y = np.ones((12, 8), "float32")
+        return model.fit(x, y, batch_size=5, epochs=2, verbose=0).history["loss"]
+
+    assert losses(policy) == pytest.approx(losses("float32"), rel=2.0**-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_broadcast_keep_their_signs(dtype):
+    zeros, ones = ops.cast([-0.0, 0.0], dtype), ops.ones((3, 2), dtype)
+    found = ops.convert_to_numpy(ops.cast(run(ops.multiply, zeros, ones), "float32"))
+    np.testing.assert_array_equal(np.signbit(found), [[True, False]] * 3)
 
 
 def test_shapes_that_do_not_fit_are_told_in_the_backends_words():

@@ -334,6 +334,27 @@ def test_the_operands_of_products_are_half_precision(on_gpu):
     assert counted(in_hlo(step, batch)) == {"float16 -> float32": 5, "float16": 4}
 
 
+def test_a_branch_reads_logits_as_a_whole(on_gpu, made):
+    model = made_from("dense", "mixed_float16")
+
+    @tf.function(
+        jit_compile=True, input_signature=[tf.TensorSpec((None, LENGTH), "int64")] * 2
+    )
+    def gradients(ids, labels):
+        weights = [v.value for v in model.trainable_variables]
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            outputs = model(ids)
+            loss = tf.cond(
+                tf.reduce_sum(labels) > 0,
+                lambda: tf.reduce_mean(model.loss(labels, outputs)),
+                lambda: tf.reduce_mean(outputs),
+            )
+        return tape.gradient(loss, weights)
+
+    assert np.isfinite(gradients(IDS, LABELS)[-1]).all() and not made
+
+
 def test_labels_that_are_no_class_are_nan_as_without_chunks(on_gpu, made):
     with keras_mp.policy_scope("mixed_float16"):
         model = dense()

@@ -20,6 +20,7 @@ def repairs(
     is_summed_in_half: Callable[[Any, Any], bool],
     derived_as: Callable[..., Any] = lambda wide, plain, *operands: wide(*operands),
     traced: type = object,
+    broadcast: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Wrapper]:
     """Wrappers of `add`, `subtract` and `multiply` whose gradients do not stall.
 
@@ -33,7 +34,9 @@ def repairs(
         derived_as: as `derived_as(wide, plain, x1, x2)` it computes the operation. The
             derivative is that of `wide`, which broadcasts; the value may be `plain`'s.
         traced: the type of what is differentiated; one of both operands has it.
+        broadcast: returns a float32 tensor in the shape of another one.
     """
+    broadcast = broadcast or _to_shape_of
 
     def wrap(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -49,25 +52,31 @@ def repairs(
             return original(x1, x2)
 
         def wide(x1: Tensor, x2: Tensor) -> Any:
-            return original(_broadcast(x1, x2), _broadcast(x2, x1))
+            return original(brought(x1, x2), brought(x2, x1))
+
+        def brought(x: Tensor, other: Any) -> Any:
+            if not _is_broadcast(x, other):
+                return x
+            return ops.cast(broadcast(ops.cast(x, "float32"), other), x.dtype)
 
         return operation
 
     return dict.fromkeys(("add", "subtract", "multiply"), wrap)
 
 
-def _broadcast(x: Tensor, other: Any) -> Any:
-    """`x` in the shape of `other`, if the operation would broadcast it to that."""
+def _is_broadcast(x: Tensor, other: Any) -> bool:
+    """Would the operation broadcast `x` to the shape of `other`?"""
+    if len(x.shape) > len(other.shape) or tuple(x.shape) == tuple(other.shape):
+        return False
     sizes = zip(reversed(x.shape), reversed(other.shape), strict=False)
-    if len(x.shape) > len(other.shape) or not all(a in (1, b) for a, b in sizes):
-        return x
-    if tuple(x.shape) == tuple(other.shape):
-        return x
+    return all(a in (1, b) for a, b in sizes)
+
+
+def _to_shape_of(x: Tensor, other: Any) -> Any:
     # An unknown size of `other` may be 1: the size of `x` is used.
     added = len(other.shape) - len(x.shape)
     own, shape = ops.shape(x), list(ops.shape(other))
     for axis, size in enumerate(x.shape):
         if size != 1:
             shape[added + axis] = own[axis]
-    wide = ops.broadcast_to(ops.cast(x, "float32"), shape)
-    return ops.cast(wide, x.dtype)
+    return ops.broadcast_to(x, shape)

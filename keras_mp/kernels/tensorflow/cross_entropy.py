@@ -98,6 +98,10 @@ def number_for(head: Product, x: Tensor) -> int:
         return 0
     if not (compiled_by_xla() and one_pass.is_for_gpu()):
         return 0
+    # A branch of `tf.cond` that reads them has a gradient of its own, whose shapes XLA
+    # must know.
+    if x.graph is not tf.compat.v1.get_default_graph():
+        return 0
     count = math.prod(_BATCH if n is None else n for n in x.shape[:-1])
     return number_of_chunks(count, x.shape[-1], how.logits)
 

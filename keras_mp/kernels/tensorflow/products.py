@@ -31,7 +31,7 @@ def _product(shaped: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> 
 
 
 def half_product(a: Tensor, b: Tensor, operands: HalfOperands) -> Any:
-    """The product of (rows, k) and (k, n), float32 both, in float32."""
+    """The product of (rows, k) and (k, n) in float32."""
     half, gradient, tied = operands[:3]
 
     @tf.custom_gradient

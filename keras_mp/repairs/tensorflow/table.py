@@ -10,10 +10,16 @@ from keras_mp.types import Tensor
 
 def wrappers() -> dict[str, Wrapper]:
     return {
-        **broadcasting.repairs(_is_summed_in_half),
+        **broadcasting.repairs(_is_summed_in_half, broadcast=_to_shape_of),
         "dot_product_attention": attention.scaled_first,
         "arange": arange.made_in_float32,
     }
+
+
+def _to_shape_of(x: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    # Each value stays as it is, -0.0 too. `tf.broadcast_to` takes a shape: if a size is
+    # unknown, it is no constant in the gradient of a loop, and XLA refuses that.
+    return x - tf.zeros_like(other, x.dtype)
 
 
 def _is_summed_in_half(x1: Tensor, x2: Tensor) -> bool:
