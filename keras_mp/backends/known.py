@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sized
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import keras
 
@@ -37,13 +37,16 @@ class KnownInGraph(Known[Fact]):
     """Facts that hold other tensors of the same graph of TensorFlow.
 
     Each is kept on its tensor: what this object held would keep the whole graph. In
-    `facts` is the last one alone, without what it says: TensorFlow itself keeps graphs
-    with gradients of their own.
+    `facts` is the last one alone, without what it says, until somebody asks outside of
+    a trace: TensorFlow itself keeps graphs with gradients of their own.
     """
+
+    _all: ClassVar[list["KnownInGraph"]] = []
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = f"_keras_mp_{name}"
+        self._all.append(self)
 
     def note(self, tensor: Tensor, fact: Fact) -> None:
         setattr(tensor, self._name, fact)
@@ -51,7 +54,16 @@ class KnownInGraph(Known[Fact]):
         super().note(tensor, None)  # type: ignore[arg-type]
 
     def get(self, tensor: Tensor) -> Fact | None:
+        if self.facts and not _is_tracing():
+            for known in self._all:
+                known.facts.clear()
         return getattr(tensor, self._name, None)
+
+
+def _is_tracing() -> bool:
+    from tensorflow import executing_eagerly  # Here TensorFlow is the backend.
+
+    return not executing_eagerly()
 
 
 def known_tensors(name: str) -> Known:

@@ -55,21 +55,17 @@ def repairs(
             return original(brought(x1, x2), brought(x2, x1))
 
         def brought(x: Tensor, other: Any) -> Any:
-            if not _is_broadcast(x, other):
+            # Would the operation broadcast `x` to the shape of `other`?
+            if len(x.shape) > len(other.shape) or tuple(x.shape) == tuple(other.shape):
                 return x
+            for a, b in zip(reversed(x.shape), reversed(other.shape), strict=False):
+                if a not in (1, b):
+                    return x
             return ops.cast(broadcast(ops.cast(x, "float32"), other), x.dtype)
 
         return operation
 
     return dict.fromkeys(("add", "subtract", "multiply"), wrap)
-
-
-def _is_broadcast(x: Tensor, other: Any) -> bool:
-    """Would the operation broadcast `x` to the shape of `other`?"""
-    if len(x.shape) > len(other.shape) or tuple(x.shape) == tuple(other.shape):
-        return False
-    sizes = zip(reversed(x.shape), reversed(other.shape), strict=False)
-    return all(a in (1, b) for a, b in sizes)
 
 
 def _to_shape_of(x: Tensor, other: Any) -> Any:
