@@ -197,11 +197,23 @@ def _code(bits: Any) -> Any:
 
 def _largest(x: Tensor, code: Callable[[Any], Any], first: int) -> Any:
     """The largest code, int8; the axes before the `first` stay."""
+    in_parts = functools.partial(_largest_in_parts, code=code, first=first)
+    # XLA splits by itself what it reduces on a GPU.
+    at_once = functools.partial(_largest_at_once, code=code, first=first)
+    return lax.platform_dependent(x, cpu=in_parts, tpu=in_parts, default=at_once)
+
+
+def _largest_in_parts(x: Tensor, code: Callable[[Any], Any], first: int) -> Any:
     if split := reductions.split_axis(x.shape, first):
         shape, axis = split
         x = lax.reduce(lax.reshape(x, shape), np.int32(0), lax.max, (axis,))
     codes = lax.convert_element_type(code(x), np.int8)
     return lax.reduce(codes, np.int8(0), lax.max, tuple(range(first, codes.ndim)))
+
+
+def _largest_at_once(x: Tensor, code: Callable[[Any], Any], first: int) -> Any:
+    largest = lax.reduce(x, np.int32(0), lax.max, tuple(range(first, x.ndim)))
+    return lax.convert_element_type(code(largest), np.int8)
 
 
 _BELOW = np.int32(reductions.LARGEST_NUMBER)
