@@ -14,7 +14,7 @@ from keras_mp.policies import weights
 
 def main():
     keras_mp.set_global_policy("mixed_float16")
-    weights.LARGE, products.ONE_CHUNK, products.ROWS = 1, 2**10, 6
+    weights.LARGE, products.ONE_CHUNK, large_heads.ROWS = 1, 2**10, 6
     made, original = [], large_heads.losses
 
     def losses(head, labels, number):

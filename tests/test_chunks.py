@@ -23,7 +23,6 @@ from keras_mp.kernels import logits as kernels_logits
 from keras_mp.kernels import products
 from keras_mp.kernels.jax import large_heads
 from keras_mp.kernels.logits import Product
-from keras_mp.kernels.products import number_of_chunks
 from keras_mp.policies import weights
 from keras_mp.repairs import logits as known_logits
 from keras_mp.repairs.jax import one_pass
@@ -45,7 +44,7 @@ def every_head_is_large(monkeypatch):
     monkeypatch.setattr(weights, "LARGE", 1)
     # Of 4 x 6 x 300 there are 4 chunks: of the rows, or of the classes.
     monkeypatch.setattr(products, "ONE_CHUNK", 2**11)
-    monkeypatch.setattr(products, "ROWS", 6)
+    monkeypatch.setattr(large_heads, "ROWS", 6)
 
 
 @pytest.fixture
@@ -548,16 +547,17 @@ def test_what_is_not_known_is_left_as_it_was(kind, every_head_is_large, made):
 
 def test_how_many_chunks_there_are():
     def of_rows(rows, classes=50257):
-        return number_of_chunks(rows, classes, "in chunks")
+        return large_heads.number_of_chunks(rows, classes, "in chunks")
 
-    # None if the logits are small; 512 rows or more in each chunk, and equally many.
-    assert of_rows(4096, 1000) == of_rows(1000) == 0
-    assert [of_rows(x) for x in (1024, 4096, 4500, 2**20)] == [2, 8, 6, 8]
-    assert of_rows(4099) == 8  # A prime number: the last rows are zeros.
+    # None if the logits are small; 1024 rows or more in each chunk, and equally many.
+    assert of_rows(8192, 1000) == of_rows(2000) == 0
+    assert [of_rows(x) for x in (2048, 8192, 8202, 2**20)] == [2, 8, 6, 8]
+    assert of_rows(8209) == 8  # A prime number: the last rows are zeros.
     sizes = {"1 MB": 2**18, "a decoder": 4096 * 50257, "large": 2**34}
-    found = {x: number_of_chunks(1, n, "recomputed") for x, n in sizes.items()}
+    of_classes = functools.partial(large_heads.number_of_chunks, logits="recomputed")
+    found = {x: of_classes(1, n) for x, n in sizes.items()}
     assert found == {"1 MB": 1, "a decoder": 4, "large": 32}
-    assert number_of_chunks(2**20, 50257, "whole") == 0
+    assert large_heads.number_of_chunks(2**20, 50257, "whole") == 0
 
 
 @pytest.mark.slow("Several devices or processes; one such test stays in `make test`.")

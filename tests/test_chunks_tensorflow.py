@@ -41,7 +41,7 @@ LABELS = RANDOM.integers(0, CLASSES, (EXAMPLES, LENGTH))
 def every_head_is_large(monkeypatch):
     monkeypatch.setattr(weights, "LARGE", 1)
     monkeypatch.setattr(products, "ONE_CHUNK", 2**11)
-    monkeypatch.setattr(products, "ROWS", 8)
+    monkeypatch.setattr(cross_entropy, "ROWS", 8)
 
 
 @pytest.fixture

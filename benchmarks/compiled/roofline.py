@@ -1,8 +1,8 @@
 """The least time that a compiled program can take on a device, kernel by kernel.
 
 A kernel takes max(operations / peak, bytes / bandwidth), a loop's body that much each
-time it runs: the roofline of Williams et al. (2009). Nothing overlaps. What the roofline
-leaves out is counted beside it: launches, and bytes that products hide.
+time it runs: the roofline of Williams et al. (2009). Nothing overlaps. What it leaves
+out is counted beside it: launches, and bytes that products hide.
 """
 
 import math

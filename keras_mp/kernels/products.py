@@ -20,9 +20,8 @@ ONE_CHUNK = 2**26
 
 
 # More chunks of the rows would save little: the float32 logits of one in 8 take a
-# quarter of the memory that all slopes take in half precision. Each chunk reads the
-# whole kernel: if it has fewer rows, a GPU reads for longer than it computes.
-MOST_CHUNKS, ROWS = 8, 512
+# quarter of the memory that all slopes take in half precision.
+MOST_CHUNKS = 8
 
 
 # Matrix units want multiples of this number. On an H100 torch's products with 2013
@@ -30,7 +29,7 @@ MOST_CHUNKS, ROWS = 8, 512
 LANES = 128
 
 
-def number_of_chunks(rows: int, classes: int, logits: str) -> int:
+def number_of_chunks(rows: int, classes: int, logits: str, least: int) -> int:
     """The number of chunks; 0 if the loss reads the logits as a whole.
 
     They are chunks of the rows, or of the classes if the logits are recomputed.
@@ -38,11 +37,13 @@ def number_of_chunks(rows: int, classes: int, logits: str) -> int:
     Args:
         rows, classes: the shape of the logits.
         logits: as in `HalfOperands`.
+        least: how many rows a chunk has at least. Each chunk reads the whole kernel: on
+            an H100 it computes rows / 295 times as long as it reads.
     """
     size = 4 * rows * classes
     if logits == "recomputed":
         return max(1, round(math.sqrt(size / ONE_CHUNK)))
-    most = min(MOST_CHUNKS, rows // ROWS)
+    most = min(MOST_CHUNKS, rows // least)
     if logits == "whole" or size < 2 * ONE_CHUNK or most < 2:
         return 0
     numbers = range(most, most // 2, -1)

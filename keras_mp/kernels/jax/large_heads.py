@@ -12,11 +12,20 @@ from typing import Any
 import keras
 from jax import lax
 
+from keras_mp.kernels import products
 from keras_mp.kernels.jax import chunks, rows
 from keras_mp.kernels.logits import Product
-from keras_mp.kernels.products import number_of_chunks
 from keras_mp.kernels.rows import fits
 from keras_mp.types import Tensor
+
+# Of a chunk. With half as many a decoder's step, compiled for an H100, has 24 kernels
+# more and takes 2 % longer, in 5 % less memory.
+ROWS = 1024
+
+
+def number_of_chunks(rows: int, classes: int, logits: str) -> int:
+    """As in `products`, for chunks of at least `ROWS` rows."""
+    return products.number_of_chunks(rows, classes, logits, ROWS)
 
 
 def number_for(head: Product) -> int:

@@ -9,8 +9,8 @@ from keras_mp.kernels.jax import (
     moments,
     products,
 )
+from keras_mp.kernels.jax.large_heads import number_of_chunks
 from keras_mp.kernels.jax.private import are_of_one_trace
-from keras_mp.kernels.products import number_of_chunks
 from keras_mp.repairs.jax import broadcasting
 from keras_mp.repairs.logits import of_heads
 

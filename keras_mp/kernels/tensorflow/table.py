@@ -3,22 +3,24 @@
 import tensorflow as tf
 
 from keras_mp.backends.interface import Wrapper, around
-from keras_mp.kernels import convolutions, logits, products
+from keras_mp.kernels import convolutions, logits
 from keras_mp.kernels.tensorflow import activations, cross_entropy
+from keras_mp.kernels.tensorflow.cross_entropy import number_of_chunks
 from keras_mp.kernels.tensorflow.products import kernels as of_products
 from keras_mp.repairs.tensorflow.table import wrappers as repairs
 from keras_mp.types import Tensor
 
+__all__ = [
+    "HALF_PRODUCTS",
+    "IN_CHUNKS",
+    "KEEPS_LOGITS",
+    "number_of_chunks",
+    "wrappers",
+]
+
 HALF_PRODUCTS = " where XLA compiles"
 IN_CHUNKS = " where XLA compiles for a GPU"
 KEEPS_LOGITS = False
-
-
-def number_of_chunks(rows: int, classes: int, logits: str) -> int:
-    """As in `products`; nothing is recomputed, and such logits are read as a whole."""
-    if logits == "recomputed":
-        return 0
-    return products.number_of_chunks(rows, classes, logits)
 
 
 def wrappers() -> dict[str, Wrapper]:
