@@ -142,7 +142,8 @@ bench-quality: $(BENCH)
 gpu-gates: $(GPU_GATES)
 	cd tests && KERAS_BACKEND=jax JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
-	  test_compiled_step.py test_whole_steps.py test_lowering.py test_xla_tricks.py
+	  test_compiled_step.py test_whole_steps.py test_lowering.py test_xla_tricks.py \
+	  test_steps_beside_keras.py
 	cd tests && KERAS_BACKEND=tensorflow JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 	  KERAS_MP_GPU_TARGET=h100.txtpb $(abspath $(GPU_VENV))/bin/python $(GATES) \
 	  test_tensorflow_steps.py

@@ -40,6 +40,13 @@ PROGRAM = """HloModule step
   ROOT %slice = f16[16,2]{1,0} slice(%half), slice={[0:16], [0:2]}
 }
 
+%update (whole: f16[4,16,8], part: f16[1,16,8], i: s32[]) -> f16[4,16,8] {
+  %whole = f16[4,16,8]{2,1,0} parameter(0)
+  %part = f16[1,16,8]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %updated = f16[4,16,8]{2,1,0} dynamic-update-slice(%whole, %part, %i, %i, %i)
+}
+
 ENTRY %main (a: f32[32,16], b: f32[16,8], table: f32[1000,64], ids: s32[8]) -> f32[8,64] {
   %a = f32[32,16]{1,0} parameter(0)
   %b = f32[16,8]{1,0} parameter(1)
@@ -50,6 +57,10 @@ ENTRY %main (a: f32[32,16], b: f32[16,8], table: f32[1000,64], ids: s32[8]) -> f
   %start = (s32[], f16[64,64]{1,0}) tuple(%ids, %a)
   %loop = (s32[], f16[64,64]{1,0}) while(%start), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %memory = f16[1000,1000]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %chunk = f16[1,16,8]{2,1,0} copy(%b)
+  %slopes = f16[4,16,8]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %i = s32[] constant(1)
+  %update.1 = f16[4,16,8]{2,1,0} fusion(%slopes, %chunk, %i), kind=kLoop, calls=%update
   ROOT %rows.1 = f32[8,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
 }
 """  # noqa: E501
@@ -64,7 +75,12 @@ def test_a_program_is_read_kernel_by_kernel():
     moved = 4 * (32 * 16 + 16 * 8 + 32 * 8)  # The first product waits for memory.
     gathered = 4 * (8 * 64 + 8 + 8 * 64)  # Of the table only what is taken.
     moved += 4 * 16 * 2 + 2 * 16 * 2  # Of a matrix only what is sliced.
+    moved += 4 * 16 * 8 + 2 * 16 * 8  # A copy of the matrix in half precision,
+    moved += 2 * 16 * 8 + 4 + 2 * 16 * 8  # which is written into a larger one.
     assert cost.seconds == pytest.approx(5 * half[0] / 1e-9 + moved + gathered)
+    assert cost.launches == 5 + 5
+    # The products in half precision take longer than to read x and to write its square.
+    assert cost.hidden == pytest.approx(5 * 2 * 2 * 64**2, rel=1e-6)
 
 
 def test_a_convolution_has_as_many_operations_as_its_gradients():

@@ -38,7 +38,7 @@ class Program(NamedTuple):
 
 
 def read_step(case: Case, device: Device, way: str) -> Record:
-    """The least seconds of a step, its peak of memory in bytes, and its products."""
+    """The least seconds of a step, its peak of memory in bytes, and what it runs."""
     program = program_of(case, device, way)
     cost = cost_of(program.text, device)
     return {
@@ -46,6 +46,8 @@ def read_step(case: Case, device: Device, way: str) -> Record:
         "peak": program.peak,
         "products": len(cost.products),
         "float32_products": sum("f32" in p.operands for p in cost.products),
+        "launches": cost.launches,
+        "hidden": cost.hidden,
     }
 
 
