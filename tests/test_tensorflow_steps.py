@@ -13,12 +13,17 @@ import pytest
 if keras.backend.backend() != "tensorflow" or "KERAS_MP_GPU_TARGET" not in os.environ:
     pytest.skip("make gpu-gates", allow_module_level=True)
 
+import tensorflow as tf
+from test_fused_attention import cases, options, tensors
 from whole_steps import products, written
 
+import keras_mp
 from benchmarks.compiled.cases import CASES
 from benchmarks.compiled.compiled_tables import FLOAT32, KERAS, OURS
 from benchmarks.compiled.devices import DEVICES
+from benchmarks.compiled.private import as_if_there, compiled
 from benchmarks.compiled.steps import program_of
+from keras_mp.kernels.tensorflow.cudnn_attention import ASKED_FOR
 from keras_mp.policies import weights
 
 # Peak memory, of the float32 step's, is at most this: measured, then rounded up.
@@ -63,6 +68,39 @@ def test_whole_logits_of_a_decoder_are_never_there():
     flat = whole[0] * whole[1], whole[2]
     assert written(plain.text, whole) | written(plain.text, flat) == {"f32"}
     assert "f32" not in written(chunks.text, whole) | written(chunks.text, flat)
+
+
+def test_attention_that_is_asked_for_is_cudnns(monkeypatch):
+    monkeypatch.setenv(ASKED_FOR, "1")
+    fused = step.__wrapped__("decoder", OURS)
+    blocks = CASES["decoder"].depth
+    for name in ("Softmax", "SoftmaxBackward"):
+        assert fused.text.count(f'"__cudnn$fmha{name}"') == blocks
+    assert fused.peak / step("decoder", FLOAT32).peak <= 0.59
+    assert not float32_products(fused)
+
+
+@cases
+def test_it_is_compiled_with_masks_and_biases(case, dtype, monkeypatch):
+    monkeypatch.setenv(ASKED_FOR, "1")
+    keras_mp.install()
+    given = options(case, dtype)
+
+    @tf.function(jit_compile=True)
+    def attend(query, key, value, gradient):
+        with tf.GradientTape() as tape:
+            tape.watch((query, key, value))
+            result = keras.ops.dot_product_attention(query, key, value, **given)
+        return tape.gradient(result, (query, key, value), gradient)
+
+    device = DEVICES["H100"]
+    with as_if_there(device, device.sharding()):
+        traced = attend.experimental_get_compiler_ir(*tensors(case, dtype))
+        program = traced(stage="stablehlo_serialized")
+    found = compiled(program, device.sharding(), {}).hlo_modules()[0].to_string()
+    kind = "ScaleBiasSoftmax" if case.mask or case.bias else "Softmax"
+    for name in (kind, f"{kind}Backward"):
+        assert found.count(f'"__cudnn$fmha{name}"') == 1
 
 
 def test_the_gate_sees_a_head_in_float32(monkeypatch):

@@ -58,10 +58,20 @@ def barrier(*tensors: tf.Tensor) -> Sequence[tf.Tensor]:
 
 def empty(shape: Sequence[int], dtype: str) -> tf.Tensor:
     """Memory without values, which XLA has on GPUs."""
+    (made,) = custom_call("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])
+    return made
+
+
+def custom_call(
+    target: str,
+    operands: Sequence[tf.Tensor],
+    results: Sequence[tf.TensorSpec],
+    settings: str = "",
+) -> Sequence[tf.Tensor]:
+    """The results of a call that XLA, or a library of its, has by this name."""
     from tensorflow.compiler.tf2xla.python.xla import custom_call_v2
 
-    (made,) = custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])
-    return made
+    return custom_call_v2(target, operands, results, settings)
 
 
 def reduce(

@@ -4,9 +4,10 @@ import tensorflow as tf
 
 from keras_mp.backends.interface import Wrapper, around
 from keras_mp.kernels import convolutions, logits
-from keras_mp.kernels.tensorflow import activations, cross_entropy
+from keras_mp.kernels.tensorflow import activations, cross_entropy, cudnn_attention
 from keras_mp.kernels.tensorflow.cross_entropy import number_of_chunks
 from keras_mp.kernels.tensorflow.products import kernels as of_products
+from keras_mp.repairs.tensorflow import attention
 from keras_mp.repairs.tensorflow.table import wrappers as repairs
 from keras_mp.types import Tensor
 
@@ -32,6 +33,9 @@ def wrappers() -> dict[str, Wrapper]:
             of_products(), activations.is_differentiated, activations.relu
         ),
         **cross_entropy.kernels(),
+        "dot_product_attention": lambda original: cudnn_attention.kernel(
+            attention.scaled_first(original)
+        ),
         "gelu": activations.keeping_slopes,
         "softmax": logits.softmax,
         "heads.call": logits.of_heads,
