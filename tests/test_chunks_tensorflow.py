@@ -24,7 +24,7 @@ import keras_mp
 from keras_mp.backends.tensorflow import private
 from keras_mp.kernels import logits, products
 from keras_mp.kernels.logits import Product
-from keras_mp.kernels.tensorflow import cross_entropy, one_pass, rows
+from keras_mp.kernels.tensorflow import cross_entropy, rows
 from keras_mp.policies import weights
 from keras_mp.repairs.logits import known, note
 from keras_mp.repairs.products import HalfOperands
@@ -49,7 +49,7 @@ def on_gpu(monkeypatch):
     """Traces as for a GPU. Only there XLA has memory without values."""
 
     def choose(is_there):
-        monkeypatch.setattr(one_pass, "is_for_gpu", lambda: is_there)
+        monkeypatch.setattr(private, "is_for_gpu", lambda: is_there)
 
     monkeypatch.setattr(private, "empty", tf.zeros)
     choose(True)
@@ -287,13 +287,13 @@ def test_so_it_does_on_cpus_and_without_xla(on_gpu, made):
 
 
 def test_a_gpu_is_asked_for_where_the_user_wants_the_step(monkeypatch):
-    assert not one_pass.is_for_gpu()
+    assert not private.is_for_gpu()
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
     found = []
 
     def ask():
-        found.append(one_pass.is_for_gpu())
+        found.append(private.is_for_gpu())
 
     def ask_within():
         with tf.device("CPU:0"):

@@ -40,7 +40,7 @@ def calls(monkeypatch):
         return found
 
     monkeypatch.setenv(NAME, "1")
-    monkeypatch.setattr(cudnn_attention, "is_for_gpu", lambda: True)
+    monkeypatch.setattr(private, "is_for_gpu", lambda: True)
     monkeypatch.setattr(private, "custom_call", custom_call)
     return made
 
@@ -212,7 +212,7 @@ def test_it_waits_to_be_asked_for(calls, monkeypatch):
 def test_what_it_does_not_take_is_computed_as_before(kind, calls, monkeypatch):
     case, dtype = cases.args[1][0].values
     if kind == "no GPU":
-        monkeypatch.setattr(cudnn_attention, "is_for_gpu", lambda: False)
+        monkeypatch.setattr(private, "is_for_gpu", lambda: False)
     more = {
         "not asked to fuse": {"flash_attention": False},
         "capped": {"attn_logits_soft_cap": 50.0},

@@ -22,6 +22,7 @@ from benchmarks.compiled.cases import CASES
 from benchmarks.compiled.compiled_tables import FLOAT32, KERAS, OURS
 from benchmarks.compiled.devices import DEVICES
 from benchmarks.compiled.private import as_if_there, compiled
+from benchmarks.compiled.roofline import cost_of
 from benchmarks.compiled.steps import program_of
 from keras_mp.kernels.tensorflow.cudnn_attention import ASKED_FOR
 from keras_mp.policies import weights
@@ -60,6 +61,22 @@ def test_its_peak_memory_is_bounded_by_that_of_float32(model):
 def test_it_is_not_more_than_with_keras_own_policy(model):
     # The MLP's is that of weights and slots, and a few scalars.
     assert step(model, OURS).peak <= 1.001 * step(model, KERAS).peak
+
+
+# As in `test_steps_beside_keras.py`, of JAX: kernels more than Keras' own, and hidden
+# bytes over its.
+LAUNCHES = {"MLP": 3, "decoder": 18, "ViT": 0, "ResNet-50": 0}
+HIDDEN = {"MLP": 1.10, "decoder": 0.84, "ViT": 1, "ResNet-50": 1}
+
+
+@of_each_model
+def test_it_launches_no_more_kernels_and_hides_no_more_bytes(model):
+    ours, keras_own = (
+        cost_of(step(model, way).text, DEVICES["H100"]) for way in (OURS, KERAS)
+    )
+    assert ours.launches - keras_own.launches <= LAUNCHES[model]
+    ratio = ours.hidden / keras_own.hidden
+    assert ratio <= HIDDEN[model], f"{ratio:.3f}"
 
 
 def test_whole_logits_of_a_decoder_are_never_there():

@@ -5,17 +5,16 @@ and slower or larger.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 
-def is_in_xla_context(graph: Any) -> bool:
-    """Does XLA compile what is being traced? A conditional there copies operands."""
+def compiled_by_xla() -> bool:
+    """Does XLA compile what is being traced?"""
     from tensorflow.python.ops import control_flow_util
 
     tells = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
-    return tells is not None and tells(graph)
+    return tells is not None and tells(tf.compat.v1.get_default_graph())
 
 
 def supports_no_merge_call() -> bool:
@@ -28,12 +27,17 @@ def supports_no_merge_call() -> bool:
     return tells is not None and tells()
 
 
-def is_put_on_cpu() -> bool:
-    """Does `tf.device`, around the call or in what is traced, name a CPU?"""
+def is_for_gpu() -> bool:
+    """Is what is being traced for a GPU? XLA does not say what it compiles for.
+
+    Not if `tf.device`, around the call or in what is traced, names a CPU.
+    """
     from tensorflow.python.eager import context
 
     tells = getattr(context, "context", None)
-    return tells is None or "CPU" in (tells().device_name or "")
+    if tells is None or not tf.config.get_visible_devices("GPU"):
+        return False
+    return "CPU" not in (tells().device_name or "")
 
 
 def dot(

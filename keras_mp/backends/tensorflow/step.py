@@ -56,7 +56,7 @@ def nonfinite(grads: Gradients) -> tf.Tensor:
         places = [i for indices in (*alike.values(), missing) for i in indices]
         return tf.gather(tf.concat(codes, axis=0), np.argsort(places))
 
-    if compiled_by_xla():
+    if private.compiled_by_xla():
         return highest_of_all_replicas(exactly())
     # A sum of squares takes one pass, in a single kernel. It overflows at 1.8e19: only
     # then, or if a gradient is not finite, each gradient is checked on its own.
@@ -64,11 +64,6 @@ def nonfinite(grads: Gradients) -> tf.Tensor:
     finite = tf.fill((len(grads),), _FINITE)
     codes = tf.cond(tf.math.is_finite(squares), lambda: finite, exactly)
     return highest_of_all_replicas(codes)
-
-
-def compiled_by_xla() -> bool:
-    """Does XLA compile what is being traced?"""
-    return private.is_in_xla_context(tf.compat.v1.get_default_graph())
 
 
 def _values(grad: Tensor) -> tf.Tensor:
@@ -96,15 +91,20 @@ def _codes(values: tf.Tensor) -> tf.Tensor:
     if values.shape.rank is None:
         values = tf.reshape(values, (1, -1))
     rows = _bits(values)
-    split = rows.shape.is_fully_defined() and reductions.split_axis(rows.shape, first=1)
-    if split:
-        shape, axis = split
-        rows = tf.reduce_max(tf.reshape(rows, shape), axis)
+    if private.is_for_gpu():  # There XLA splits by itself what it reduces.
+        rows = _largest(rows)
+    elif rows.shape.is_fully_defined():
+        split = reductions.split_axis(rows.shape, first=1)
+        if split:
+            shape, axis = split
+            rows = tf.reduce_max(tf.reshape(rows, shape), axis)
     codes = tf.clip_by_value(rows, _BELOW, _BELOW + NAN) - _BELOW
-    codes = tf.cast(codes, tf.int8)
-    largest = tf.reduce_max(codes, axis=range(1, codes.shape.rank))
     # The maximum of an empty gradient is the lowest integer.
-    return tf.maximum(largest, _FINITE)
+    return tf.maximum(_largest(tf.cast(codes, tf.int8)), _FINITE)
+
+
+def _largest(rows: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_max(rows, axis=range(1, rows.shape.rank))
 
 
 def _bits(x: tf.Tensor) -> tf.Tensor:
@@ -142,7 +142,9 @@ class TensorFlowStep(Step):
             return super().update_if(finite, update, grads)
         # A sparse gradient writes some rows of a table: a select would read them all.
         sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
-        selects = compiled_by_xla() and not (sparse or tf.distribute.has_strategy())
+        selects = private.compiled_by_xla() and not (
+            sparse or tf.distribute.has_strategy()
+        )
         known = update.written() if selects else None
         if known is not None:
             with written_where(finite, known):

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.tensorflow import private
-from keras_mp.backends.tensorflow.step import compiled_by_xla
 from keras_mp.types import Tensor
 
 
@@ -30,7 +29,7 @@ def keeping_slopes(original: Callable) -> Callable:
 
 def is_differentiated(x: Tensor) -> bool:
     """May XLA be asked for a gradient by a tensor in half precision?"""
-    return tf.is_tensor(x) and x.dtype.name in HALF and compiled_by_xla()
+    return tf.is_tensor(x) and x.dtype.name in HALF and private.compiled_by_xla()
 
 
 def _exact(x: tf.Tensor) -> tf.Tensor:

@@ -12,11 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.backends.interface import Wrapper
-from keras_mp.backends.tensorflow.step import compiled_by_xla
+from keras_mp.backends.tensorflow import private
 from keras_mp.kernels import logits, products
 from keras_mp.kernels.logits import Probabilities, Product
 from keras_mp.kernels.rows import fits, is_of_all_rows
-from keras_mp.kernels.tensorflow import one_pass, rows
+from keras_mp.kernels.tensorflow import rows
 from keras_mp.repairs.logits import known
 from keras_mp.types import Tensor
 
@@ -105,7 +105,7 @@ def number_for(head: Product, x: Tensor) -> int:
     # Metrics read what the model returns, not what the loss makes of it.
     if how.classes and not head.returned:
         return 0
-    if not (compiled_by_xla() and one_pass.is_for_gpu()):
+    if not (private.compiled_by_xla() and private.is_for_gpu()):
         return 0
     # A branch of `tf.cond` that reads them has a gradient of its own, whose shapes XLA
     # must know.

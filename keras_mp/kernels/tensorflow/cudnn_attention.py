@@ -14,9 +14,7 @@ import tensorflow as tf
 
 from keras_mp.backends.interface import HALF
 from keras_mp.backends.tensorflow import private
-from keras_mp.backends.tensorflow.step import compiled_by_xla
 from keras_mp.kernels import cudnn
-from keras_mp.kernels.tensorflow.one_pass import is_for_gpu
 from keras_mp.types import Tensor
 
 # It compiles for an H100, and no GPU has run it yet. So it waits to be asked for.
@@ -79,8 +77,8 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Any, mask: Any) -> b
         query.dtype.name in HALF
         and query.dtype == key.dtype == value.dtype
         and (mask is None or mask.dtype == tf.bool)
-        and compiled_by_xla()
-        and is_for_gpu()
+        and private.compiled_by_xla()
+        and private.is_for_gpu()
         and all(x.shape.rank == 4 for x in (query, key, value, *given))
         and all(x.shape.is_fully_defined() for x in (query, key, value, *given))
         and query.shape[2] == key.shape[2]  # Keras takes no others there.

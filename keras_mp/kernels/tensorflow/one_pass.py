@@ -11,12 +11,6 @@ from keras_mp.backends.tensorflow import private
 from keras_mp.types import Tensor
 
 
-def is_for_gpu() -> bool:
-    """Is what is being traced compiled for a GPU? TensorFlow's XLA does not say."""
-    is_there = bool(tf.config.get_visible_devices("GPU"))
-    return is_there and not private.is_put_on_cpu()
-
-
 def log_sums(logits: Tensor, classes: bool) -> tuple[Any, Any]:
     """The logarithms of the sums of the exponentials: (..., classes) to (...,).
 

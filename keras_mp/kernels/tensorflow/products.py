@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from keras_mp.backends.interface import Wrapper
 from keras_mp.backends.tensorflow import private
-from keras_mp.backends.tensorflow.step import compiled_by_xla
 from keras_mp.kernels import matrices, products
 from keras_mp.kernels.logits import Product
 from keras_mp.repairs.logits import note
@@ -19,7 +18,7 @@ from keras_mp.types import Tensor
 
 
 def kernels() -> dict[str, Wrapper]:
-    return products.kernels(_product, compiled_by_xla, **matrices.OPERATIONS)
+    return products.kernels(_product, private.compiled_by_xla, **matrices.OPERATIONS)
 
 
 def _product(shaped: Callable, a: Tensor, b: Tensor, operands: HalfOperands) -> Any:

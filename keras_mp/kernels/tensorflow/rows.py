@@ -97,7 +97,7 @@ class _Tools:
 
     def empty(self, shape: Sequence[Any], dtype: str) -> Any:
         # XLA has memory without values on GPUs, of a known size.
-        if one_pass.is_for_gpu() and all(isinstance(n, int) for n in shape):
+        if private.is_for_gpu() and all(isinstance(n, int) for n in shape):
             return private.empty(shape, dtype)
         return tf.zeros(shape, dtype)
 
