@@ -7,6 +7,7 @@ Exact Attention".
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from keras_mp.types import Tensor
@@ -42,6 +43,7 @@ def of_even_lengths(
     value: Tensor,
     bias: Tensor,
     mask: Tensor,
+    is_causal: bool,
 ) -> Any:
     """Calls the kernel with even lengths, which it takes, and cuts its result.
 
@@ -52,7 +54,10 @@ def of_even_lengths(
             a mask tells of them, or nothing was padded that matters.
         query, key, value: (batch, length, heads, size).
         bias, mask: (batch, heads, length, keys), where sizes may be 1; or None.
+        is_causal: whether the kernel leaves out later keys.
     """
+    if mask is not None:
+        query, bias, mask = _sighted(query, key, bias, mask, is_causal)
     length, keys = query.shape[1], key.shape[1]
     odd, odd_keys = length % 2, keys % 2
     lengths = (length, keys) if odd_keys and bias is None and mask is None else None
@@ -69,6 +74,26 @@ def of_even_lengths(
         lengths,
     )
     return result[:, :length] if odd else result
+
+
+def _sighted(
+    query: Tensor, key: Tensor, bias: Tensor, mask: Tensor, is_causal: bool
+) -> tuple[Any, Any, Any]:
+    """Lets rows that see no key, as those of padding, see all keys alike, as in Keras.
+
+    The kernel adds a large negative number to what is masked. If that is a whole row,
+    the sum of its exponentials is lost in bfloat16, and its gradient is too large by
+    the number of keys.
+    """
+    seen = mask
+    if is_causal:
+        earlier = np.tri(query.shape[1], key.shape[1], dtype=bool)
+        seen = ops.logical_and(mask, earlier)
+    sees = ops.any(seen, axis=-1, keepdims=True)
+    query = ops.where(ops.swapaxes(sees, 1, 2), query, ops.zeros_like(query))
+    if bias is not None:
+        bias = ops.where(sees, bias, ops.zeros_like(bias))
+    return query, bias, ops.logical_or(mask, ops.logical_not(sees))
 
 
 def _padded(x: Tensor, sizes: tuple[int, ...]) -> Any:

@@ -29,6 +29,7 @@ def attend(
     value: Tensor,
     bias: Tensor,
     mask: Tensor,
+    is_causal: bool,
     **options: Any,
 ) -> Any:
     """Takes and returns what `jax.nn.dot_product_attention` does."""
@@ -41,7 +42,9 @@ def attend(
             )
         with cudnn_assumed():
             return jax.nn.dot_product_attention(
-                *tensors, implementation="cudnn", **options
+                *tensors, implementation="cudnn", is_causal=is_causal, **options
             )
 
-    return cudnn.of_even_lengths(even, query, key, value, bias, mask)
+    return cudnn.of_even_lengths(
+        even, query, key, value, bias, mask, is_causal=is_causal
+    )

@@ -59,7 +59,7 @@ def kernel(original: Callable) -> Callable:
         if scale is None:
             scale = 1 / math.sqrt(tensors[0].shape[-1])
         attend = functools.partial(_attend, scale=float(scale), is_causal=is_causal)
-        return cudnn.of_even_lengths(attend, *tensors, *masks)
+        return cudnn.of_even_lengths(attend, *tensors, *masks, is_causal=is_causal)
 
     return attention
 
