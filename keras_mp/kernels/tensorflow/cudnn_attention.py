@@ -44,22 +44,22 @@ def kernel(original: Callable) -> Callable:
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         if not _is_asked_for():
             return original(query, key, value, **options)
-        tensors = [tf.convert_to_tensor(x) for x in (query, key, value)]
+        query, key, value = (tf.convert_to_tensor(x) for x in (query, key, value))
         given = {name: x for name, x in options.items() if x is not None}
         scale = given.pop("scale", None)
         is_causal = given.pop("is_causal", False)
-        masks = [
+        bias, mask = (
             tf.convert_to_tensor(given[name]) if name in given else None
             for name in ("bias", "mask")
-        ]
+        )
         is_fixed = scale is None or isinstance(scale, (int, float))
         is_known = is_fixed and given.keys() <= {"bias", "mask"}
-        if not (is_known and _takes(*tensors, *masks)):
+        if not (is_known and _takes(query, key, value, bias, mask)):
             return original(query, key, value, **options)
         if scale is None:
-            scale = 1 / math.sqrt(tensors[0].shape[-1])
+            scale = 1 / math.sqrt(query.shape[-1])
         attend = functools.partial(_attend, scale=float(scale), is_causal=is_causal)
-        return cudnn.of_even_lengths(attend, *tensors, *masks, is_causal=is_causal)
+        return cudnn.of_even_lengths(attend, query, key, value, bias, mask, is_causal)
 
     return attention
 
