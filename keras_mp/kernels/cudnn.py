@@ -36,7 +36,7 @@ def takes(
     )
 
 
-def of_even_lengths(
+def fitted(
     attend: Callable,
     query: Tensor,
     key: Tensor,
@@ -45,13 +45,14 @@ def of_even_lengths(
     mask: Tensor,
     is_causal: bool,
 ) -> Any:
-    """Calls the kernel with even lengths, which it takes, and cuts its result.
+    """Calls the kernel with what it takes, and cuts its result.
 
-    Odd ones are padded. It does not broadcast either length of a bias or mask.
+    It takes even lengths: odd ones are padded. It does not broadcast either length of a
+    bias or mask, and each row of a mask has to see a key.
 
     Args:
-        attend: takes such tensors, and the lengths before they were padded, or None if
-            a mask tells of them, or nothing was padded that matters.
+        attend: takes these five tensors, and (length, keys) before they were padded;
+            None in its place if no key was padded, or if a mask leaves it out.
         query, key, value: (batch, length, heads, size).
         bias, mask: (batch, heads, length, keys), where sizes may be 1; or None.
         is_causal: whether the kernel leaves out later keys.

@@ -45,4 +45,4 @@ def attend(
                 *tensors, implementation="cudnn", is_causal=is_causal, **options
             )
 
-    return cudnn.of_even_lengths(even, query, key, value, bias, mask, is_causal)
+    return cudnn.fitted(even, query, key, value, bias, mask, is_causal)

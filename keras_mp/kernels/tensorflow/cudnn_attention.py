@@ -20,8 +20,7 @@ from keras_mp.types import Tensor
 # It compiles for an H100, and no GPU has run it yet. So it waits to be asked for.
 ASKED_FOR = "KERAS_MP_CUDNN_ATTENTION"
 _TYPES = {"float16": "F16", "bfloat16": "BF16"}
-# In bfloat16 and float16: such logits are as good as minus infinity, and two of them
-# have a difference.
+# Added to the logits of what is masked: JAX's numbers.
 _MASKED = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
 # Contracted axes and heads' axes of each product's operands: queries, keys and values
 # are (batch, length, heads, size), scores (batch, heads, length, keys).
@@ -59,7 +58,7 @@ def kernel(original: Callable) -> Callable:
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
         attend = functools.partial(_attend, scale=float(scale), is_causal=is_causal)
-        return cudnn.of_even_lengths(attend, query, key, value, bias, mask, is_causal)
+        return cudnn.fitted(attend, query, key, value, bias, mask, is_causal)
 
     return attention
 
