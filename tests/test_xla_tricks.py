@@ -5,6 +5,7 @@ for TPUs.
 """
 
 import functools
+import importlib
 import re
 from types import SimpleNamespace
 
@@ -254,28 +255,58 @@ RECOMPUTED = functools.partial(step_with_head, classes=131072, recompute_logits=
 WITH_RELU = functools.partial(step_with_convolutions, activation="relu")
 # For each trick: a step, where it is, what stands in its place, and what it saves.
 ON_GPUS = {
-    "logits of one chunk": (step_with_head, "rows.lax", no_barrier, "temporary"),
-    "logits computed twice": (RECOMPUTED, "chunks.lax", no_barrier, "temporary"),
-    "parts of a kernel": (
-        *(step_of_decoder, "chunks.lax", no_barrier_of_pairs, "temporary"),
+    "logits of one chunk": (
+        step_with_head,
+        "kernels.jax.rows.lax",
+        no_barrier,
+        "temporary",
     ),
-    "one reduction": (step_with_head, "one_pass._in_one_pass", two_passes, "accessed"),
-    "result of a relu": (WITH_RELU, "convolutions.lax", no_barrier, "temporary"),
+    "logits computed twice": (
+        RECOMPUTED,
+        "kernels.jax.chunks.lax",
+        no_barrier,
+        "temporary",
+    ),
+    "parts of a kernel": (
+        *(step_of_decoder, "kernels.jax.chunks.lax", no_barrier_of_pairs, "temporary"),
+    ),
+    "one reduction": (
+        step_with_head,
+        "repairs.jax.one_pass._in_one_pass",
+        two_passes,
+        "accessed",
+    ),
+    "result of a relu": (
+        WITH_RELU,
+        "kernels.jax.activations.lax",
+        no_barrier,
+        "temporary",
+    ),
     "moments": (
         functools.partial(step_with_convolutions, normalized),
-        *("moments._mean_and_variance", moments_of_jax, "accessed"),
+        *("kernels.jax.moments._mean_and_variance", moments_of_jax, "accessed"),
     ),
     **{
         f"slopes of {name}": (
             functools.partial(step_with_dense, name),
-            *("activations._with_slopes", no_slopes, "temporary"),
+            *("kernels.jax.activations._with_slopes", no_slopes, "temporary"),
         )
         for name in ("gelu", "selu")
     },
-    "softmax": (step_with_attention, "softmax._softmax", softmax_in_half, "accessed"),
+    "softmax": (
+        step_with_attention,
+        "repairs.jax.softmax._softmax",
+        softmax_in_half,
+        "accessed",
+    ),
 }
 ON_TPUS = {
-    "logits of labels": (step_with_ids, "one_pass._summed", gathered, "accessed"),
+    "logits of labels": (
+        step_with_ids,
+        "repairs.jax.one_pass._summed",
+        gathered,
+        "accessed",
+    ),
 }
 TRICKS = [
     pytest.param(*trick, marks=only_on(device), id=f"{name}, {device}")
@@ -284,10 +315,17 @@ TRICKS = [
 ]
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+def test_each_trick_is_where_it_is_looked_for():
+    for _, place, _, _ in [*ON_GPUS.values(), *ON_TPUS.values()]:
+        module, name = f"keras_mp.{place}".rsplit(".", 1)
+        assert hasattr(importlib.import_module(module), name), place
+
+
 @pytest.mark.parametrize("make, place, other, measure", TRICKS)
 def test_without_it_a_step_needs_more_bytes(make, place, other, measure, monkeypatch):
     with_it = getattr(make(), measure)
-    monkeypatch.setattr(f"keras_mp.backends.jax.{place}", other())
+    monkeypatch.setattr(f"keras_mp.{place}", other())
     assert getattr(make(), measure) >= 1.03 * with_it, NOT_NEEDED
 
 
