@@ -9,13 +9,13 @@ from keras_mp import interrupts, unseen
 from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.loss_scaling.wrapping import rescale_optimizer
 from keras_mp.policies import symbolic
-from keras_mp.policies.choosing import choose_policy, chooser_for
+from keras_mp.policies.choosing import Plan, carry_out, chooser_for
 from keras_mp.policies.layers import is_graph, keras_path, policy_of
-from keras_mp.policies.outputs import keep_outputs_in_float32
+from keras_mp.policies.outputs import plan_heads
 from keras_mp.policies.paths import layer_path, variable_path
 from keras_mp.policies.policy import Policy
 from keras_mp.policies.reach import warn_of_unmatched
-from keras_mp.policies.record import Precision, record_of
+from keras_mp.policies.record import Precision
 from keras_mp.types import Layer, Model
 
 
@@ -61,14 +61,14 @@ def convert(
     if _is_under(policy, model):
         return model
     unseen.make_up(model)
-    layers = [layer for layer in private.layers_in(model) if _converts(layer)]
+    layers = [layer for layer in private.layers_in(model) if converts(layer)]
     for layer in layers:
         _refuse_other_variables(layer, _policy_at(policy, layer))
 
     without_graph = [layer for layer in layers if _can_be_called(layer)]
     before = Precision(layers)
     try:
-        _choose(model, layers, policy)
+        carry_out(planned(model, layers, policy))
         _recast_constants(layers)
         symbolic.refresh(model)
         for layer in without_graph:
@@ -107,7 +107,8 @@ def _is_under(policy: Any, model: Model) -> bool:
     return bool(layers) and all(chooser_for(layer) == policy for layer in layers)
 
 
-def _converts(layer: Layer) -> bool:
+def converts(layer: Layer) -> bool:
+    """Is its precision one that a conversion changes?"""
     policy = policy_of(layer)
     return (
         policy.quantization_mode is None
@@ -148,17 +149,18 @@ def _refuse_other_variables(layer: Layer, policy: Any) -> None:
             )
 
 
-def _choose(model: Model, layers: list[Layer], policy: Any) -> None:
+def planned(model: Model, layers: list[Layer], policy: Any) -> Plan:
+    """What layers of a model become under a policy."""
+    plan = Plan()
     for layer in layers:
-        private.set_policy(layer, policy_of(layer))  # Replaces a map that others share.
-        layer.dtype_policy = _policy_at(policy, layer)
-        record_of(layer).decision = None
+        plan.again(layer, _policy_at(policy, layer))
     # Parents come before their children, which follow what the parents decide. A layer
     # that is not built chooses at its first call.
     for layer in layers:
         if layer.built:
-            choose_policy(layer)
-    keep_outputs_in_float32(model)
+            plan.choose(layer)
+    plan_heads(plan, model)
+    return plan
 
 
 def _recast_constants(layers: list[Layer]) -> None:

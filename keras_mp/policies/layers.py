@@ -186,13 +186,13 @@ def has_map(layer: Layer) -> bool:
     return isinstance(policy, keras.dtype_policies.DTypePolicyMap)
 
 
-def has_default_policy(child: Layer, copied: bool) -> bool:
-    """Does a layer inside another have the global policy because nobody chose one?
+def is_default(policy: Any, copied: bool) -> bool:
+    """Has a layer inside another the global policy because nobody chose one for it?
 
     `copied`: its policy is a copy, equal to the global one and not the same object.
     """
-    policy, default = child.dtype_policy, keras.config.dtype_policy()
-    return policy == default if copied else policy is default
+    default = keras.config.dtype_policy()
+    return bool(policy == default) if copied else policy is default
 
 
 def copies_children(layer: Layer) -> bool:

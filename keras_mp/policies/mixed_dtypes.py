@@ -18,13 +18,10 @@ from keras_mp.backends import engine
 from keras_mp.backends.interface import HALF
 from keras_mp.messages import warn
 from keras_mp.policies import symbolic
-from keras_mp.policies.choosing import (
-    decision_for,
-    first_call,
-    keep_in_float32,
-)
+from keras_mp.policies.choosing import Plan, carry_out, decision_for
 from keras_mp.policies.layers import policy_of, users_code
 from keras_mp.policies.paths import layer_path
+from keras_mp.policies.policy import as_stock
 from keras_mp.policies.record import Precision, records
 from keras_mp.policies.stock_rules import MIXES_DTYPES
 from keras_mp.types import Layer
@@ -83,6 +80,25 @@ def first_result(layer: Layer, call: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
+def first_call(layer: Layer) -> Iterator[None]:
+    """Gives the layers that `layer` creates in its first call the policy of `layer`."""
+    decision = decision_for(layer)
+    if decision is None or layer.built:
+        yield
+        return
+    before = keras.config.dtype_policy()
+    policy = decision.policy if decision.includes_children else decision.chooser
+    if policy is None or policy is before:
+        yield
+        return
+    try:
+        private.set_policy_of_thread(as_stock(policy))
+        yield
+    finally:
+        private.set_policy_of_thread(as_stock(before))
+
+
+@contextlib.contextmanager
 def _telling() -> Iterator[list[Any]]:
     """Warns of the layers that are kept in float32 within the outermost such call."""
     outer = getattr(_thread, "kept", None)
@@ -101,7 +117,9 @@ def _telling() -> Iterator[list[Any]]:
 
 def keep(layer: Layer) -> None:
     """Turns a layer that mixes dtypes to float32."""
-    keep_in_float32(layer, MIXES_DTYPES)
+    plan = Plan()
+    plan.float32(layer, MIXES_DTYPES)
+    carry_out(plan)
 
 
 def tell(layer: Layer) -> None:

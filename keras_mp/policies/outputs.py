@@ -16,15 +16,10 @@ import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.leaves import is_half_tensor, leaves
 from keras_mp.policies import hidden, returned, symbolic
-from keras_mp.policies.choosing import (
-    choose_by_path,
-    decision_for,
-    make_head,
-    unmake_head,
-)
+from keras_mp.policies.choosing import Plan, carry_out, decision_for
 from keras_mp.policies.layers import is_composite, is_graph, policy_of
 from keras_mp.policies.paths import name_layers
-from keras_mp.policies.policy import chooser_of
+from keras_mp.policies.policy import ChoosingPolicy, chooser_of
 from keras_mp.types import Layer, Model, Tensor
 
 # The compiled models with a graph, each with the ids of the layers that none of its
@@ -40,14 +35,18 @@ def note_compiled(model: Model) -> None:
     models call this one, or contain it without being compiled.
     """
     name_layers(model)
-    changed = choose_by_path(model)
+    plan = Plan()
+    if ChoosingPolicy.paths_matter:
+        plan.by_paths(model)
     outputs = list(_output_layers(model))
     if is_graph(model):
         of_heads = {id(x) for head in outputs for x in private.layers_in(head)}
         inside = [x for x in private.layers_in(model) if id(x) not in of_heads]
         _hidden[model] = {id(layer) for layer in inside}
-        changed += [layer for layer in inside if unmake_head(layer)]
-    if changed := changed + _in_float32(model, outputs):
+        for layer in inside:
+            plan.no_head(layer)
+    _plan_heads(plan, model, outputs)
+    if changed := carry_out(plan):
         symbolic.refresh(model, changed)
         _follow(model, {id(layer) for layer in changed})
 
@@ -56,8 +55,11 @@ def note_first_call(layer: Layer, arguments: Any) -> None:
     """Names the layers within a layer, or model, that nothing else is calling."""
     becomes_part = isinstance(next(leaves(arguments), None), keras.KerasTensor)
     name_layers(layer, within_another=becomes_part)
-    if isinstance(layer, keras.Model) and (changed := choose_by_path(layer)):
-        symbolic.refresh(layer, changed)
+    if isinstance(layer, keras.Model) and ChoosingPolicy.paths_matter:
+        plan = Plan()
+        plan.by_paths(layer)
+        if changed := carry_out(plan):
+            symbolic.refresh(layer, changed)
 
 
 def note_changed(model: Model, layers: list[Layer]) -> None:
@@ -82,30 +84,24 @@ def _others(model: Model) -> list[Any]:
     return [other for other in found if other is not None and other is not model]
 
 
-def keep_outputs_in_float32(model: Model) -> list[Any]:
-    """Turns the output layers of a model to float32; without a graph, once called.
+def plan_heads(plan: Plan, model: Model) -> None:
+    """Keeps the output layers of a model in float32; without a graph, once called.
 
     Only layers for which a `ChoosingPolicy` has decided: what the user said explicitly
     for a layer wins. A layer made of layers stays unless it has `autocast=False`,
     because nobody knows what it computes from their results. An output without a loss
     in `compile` stays, too, and so does a layer in the middle of another compiled
     model.
-
-    Returns:
-        The layers that compute in another precision than before.
     """
-    return _in_float32(model, _output_layers(model))
+    _plan_heads(plan, model, _output_layers(model))
 
 
-def _in_float32(model: Model, outputs: Iterable[Any]) -> list[Any]:
+def _plan_heads(plan: Plan, model: Model, outputs: Iterable[Any]) -> None:
     hidden = {i for other in _others(model) for i in _hidden.get(other, ())}
-    return [
-        layer
-        for layer in outputs
-        if not (is_composite(layer) and layer.autocast)
-        and id(layer) not in hidden
-        and make_head(layer)
-    ]
+    for layer in outputs:
+        stays = is_composite(layer) and layer.autocast
+        if not stays and id(layer) not in hidden:
+            plan.head(layer)
 
 
 def in_float32(

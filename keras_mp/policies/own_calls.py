@@ -22,7 +22,7 @@ from keras_mp.backends.interface import HALF
 from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.messages import warn
 from keras_mp.policies import inputs
-from keras_mp.policies.choosing import decision_for, keep_own_call_in_float32
+from keras_mp.policies.choosing import Plan, carry_out, decision_for
 from keras_mp.policies.layers import is_graph, policy_of
 from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
 from keras_mp.policies.paths import layer_path
@@ -48,7 +48,9 @@ def may_be_kept(model: Model) -> bool:
 def keep(model: Model) -> None:
     """Turns what a model computes itself to float32."""
     record_of(model).mixes = True
-    keep_own_call_in_float32(model)
+    plan = Plan()
+    plan.own_call_in_float32(model)
+    carry_out(plan)
     inputs.keep_input_dtypes(model)
 
 

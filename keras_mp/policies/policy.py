@@ -11,7 +11,7 @@ from keras_mp.backends.interface import BFLOAT16, HALF
 from keras_mp.policies.hardware import recommended_policy
 from keras_mp.policies.layers import (
     copies_children,
-    has_default_policy,
+    is_default,
     parts_of,
     policy_of,
 )
@@ -108,28 +108,39 @@ class ChoosingPolicy(keras.DTypePolicy):
         """Returns the stock Keras policy that `layer` computes under."""
         return self.decide(layer)[0]
 
-    def decide(self, layer: Layer) -> "Decision":
-        """Returns `for_layer`'s policy and the rule behind it, None for half."""
-        rule = self._rule_for(layer)
+    def decide(
+        self, layer: Layer, policy_of: Callable[[Layer], Any] = policy_of
+    ) -> "Decision":
+        """Returns `for_layer`'s policy and the rule behind it, None for half.
+
+        Args:
+            policy_of: the policies of layers, which may be planned.
+        """
+        rule = self._rule_for(layer, policy_of)
         if rule is not None:
             return Decision(keras.DTypePolicy("float32"), rule, self)
-        if isinstance(layer, OPAQUE):
-            return Decision(keras.DTypePolicy(self._policy_name), None, self)
-        return Decision(keras.DTypePolicy(self.name), None)
+        name = self._policy_name if isinstance(layer, OPAQUE) else self.name
+        return Decision(keras.DTypePolicy(name), None, self)
 
-    def _rule_for(self, layer: Layer, copied: bool = False) -> Rule | None:
+    def _rule_for(
+        self, layer: Layer, policy_of: Callable, copied: bool = False
+    ) -> Rule | None:
         for rule in self.rules_about(type(layer)):
             if rule.holds(layer):
-                self._matched.add(rule.name)
                 return rule
         # A wrapper computes in the precision of what it wraps: some call that `call`.
         copied = copied or copies_children(layer)
         for part in parts_of(layer):
-            if policy_of(part) == FLOAT32 and not has_default_policy(part, copied):
+            policy = policy_of(part)
+            if policy == FLOAT32 and not is_default(policy, copied):
                 return WRAPPED
-            if of_part := self._rule_for(part, copied):
+            if of_part := self._rule_for(part, policy_of, copied):
                 return of_part
         return None
+
+    def note_match(self, rule: Rule) -> None:
+        """Remembers that a rule keeps a layer in float32."""
+        self._matched.add(rule.name)
 
     def unmatched_patterns(self, layers: Iterable[Layer]) -> list[str]:
         """The regular expressions of `float32` that match none of these layers.
@@ -226,7 +237,7 @@ class Decision(NamedTuple):
     Attributes:
         policy: the stock policy.
         rule: why it is float32; None for half precision.
-        chooser: the `ChoosingPolicy` that decided, if `policy` does not name it.
+        chooser: the `ChoosingPolicy` that decided; None for a layer from a file.
         head: whether a loss reads what the layer returns; see `heads`.
     """
 

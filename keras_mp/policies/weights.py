@@ -35,18 +35,24 @@ def has_bfloat16(weights: Iterable[Any]) -> bool:
     return any(private.stored_dtype(weight) == BFLOAT16 for weight in weights)
 
 
-def bring_to(dtype: str, layer: Layer, large: str) -> None:
+def bring_to(dtype: str, layer: Layer, large: str) -> bool:
     """Casts a layer's own weights to one dtype, and its large ones perhaps to another.
 
     Args:
         dtype: "float32" or "bfloat16". Weights of any third dtype stay.
         layer: a layer, built or not.
         large: the dtype of large weights.
+
+    Returns:
+        Whether any has changed.
     """
+    changed = False
     for variable in private.own_variables(layer):
         wanted = large if _is_large(variable) else dtype
         if private.stored_dtype(variable) in {"float32", BFLOAT16} - {wanted}:
             engine.set_dtype(variable, wanted)
+            changed = True
+    return changed
 
 
 def _is_large(weight: Any) -> bool:
