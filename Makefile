@@ -38,7 +38,7 @@ TPU_GATES := $(TPU_VENV)/with-libtpu
 GATES := -m pytest --noconftest -p no:cacheprovider -W "ignore::DeprecationWarning"
 
 .PHONY: help demo docs test test-slow test-fast test-without-kernels test-notebooks test-versions check bench bench-train bench-quality bench-compiled gpu-gates \
-  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps dist clean $(TESTS) $(SLOW_TESTS)
+  tpu-gates sweep sweep-layers sweep-models sweep-dtypes sweep-endings sweep-own-calls sweep-kernels sweep-operations sweep-first-steps sweep-chunks dist clean $(TESTS) $(SLOW_TESTS)
 # Two pip processes in one environment would tread on each other.
 .NOTPARALLEL:
 # A half-made environment must not pass for a whole one.
@@ -69,6 +69,7 @@ help:
 	@echo "make sweep-kernels  train with every operation that may lack half precision"
 	@echo "make sweep-operations  write what each operation of keras.ops does in half precision"
 	@echo "make sweep-first-steps  count the batches that are lost to the first loss scale"
+	@echo "make sweep-chunks   compile heads and losses in chunks of several sizes"
 	@echo "make dist    build what an index gets, check it, and run the quick start with it"
 	@echo "make clean   remove what the other commands made"
 
@@ -195,6 +196,11 @@ sweep-operations: $(TEST)
 
 sweep-first-steps: $(BENCH)
 	$(BIN)/python -m sweeps.first_steps
+
+# A quarter of an hour; compiled for an H100, not run.
+sweep-chunks: $(GPU_GATES)
+	$(GPU_VENV)/bin/python -m pip install --quiet --editable ".[jax,compiled]"
+	$(GPU_VENV)/bin/python -m sweeps.chunks
 
 # What an index would get, installed where nothing else is.
 dist: $(VENV)/with-dist

@@ -7,7 +7,7 @@ out is counted beside it: launches, and bytes that products hide.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from benchmarks.compiled.devices import Device
@@ -23,6 +23,9 @@ _FREE |= {"after-all", "copy-done", "slice-done", "async-done", "partition-id"}
 _NO_KERNEL = 'custom_call_target="AllocateBuffer"'
 # What gives the same numbers, element by element.
 _SAME = {"bitcast", "convert"}
+# What computes each element from those in its place.
+_ELEMENTWISE = {"add", "subtract", "multiply", "divide", "maximum", "minimum", "select"}
+_ELEMENTWISE |= {"exponential", "negate", "tanh", "compare"}
 _BODIES = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.-]+)")
 
 
@@ -173,18 +176,17 @@ class _Program:
             if number >= len(instruction.operands):
                 continue
             outer = instruction.operands[number]
-            names, users = [parameter.name], []
-            for name in names:  # It grows: by other names of the same numbers.
-                of_name = [each for each in inner if name in each.operands]
-                names += [u.name for u in of_name if u.operation in _SAME]
-                users += [u for u in of_name if u.operation not in _SAME]
             dtype = _tensors(parameter.shape)[0][0]
-            first = users and all(user.operands[0] in names for user in users)
+            # Of what is computed element by element only those are that are gathered.
+            users, first = _users(parameter, inner, _ELEMENTWISE)
             operations = {user.operation for user in users}
             if first and operations <= {"gather", "dynamic-slice", "slice"}:
                 part = sum(_bytes(user.shape, dtype) for user in users)
                 sizes[outer] = min(sizes.get(outer, 0), part)
-            elif first and operations <= {"scatter", "dynamic-update-slice"}:
+                continue
+            users, first = _users(parameter, inner)
+            operations = {user.operation for user in users}
+            if first and operations <= {"scatter", "dynamic-update-slice"}:
                 updates = [
                     u.operands[1 if "dynamic" in u.operation else -1] for u in users
                 ]
@@ -194,6 +196,26 @@ class _Program:
                 # A scatter may add to what is there.
                 sizes[outer] = part if "scatter" in operations else 0
         return untouched
+
+
+def _users(
+    parameter: _Instruction, inner: list[_Instruction], through: Collection[str] = ()
+) -> tuple[list[_Instruction], bool]:
+    """What uses a parameter in a fusion, by any name; is it always the first operand?
+
+    Args:
+        through: operations whose results of the same shape count as the parameter.
+    """
+    names, users = [parameter.name], []
+    shape = _tensors(parameter.shape)[0][1]
+    for name in names:  # It grows.
+        for each in (each for each in inner if name in each.operands):
+            same = each.operation in through and _tensors(each.shape)[0][1] == shape
+            if same or each.operation in _SAME:
+                names.append(each.name)
+            else:
+                users.append(each)
+    return users, bool(users) and all(user.operands[0] in names for user in users)
 
 
 def _of_convolution(rest: str, labels: tuple[str, ...], sides: dict) -> float:
