@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_mp.backends import engine
 from keras_mp.policies import missing_kernels
-from keras_mp.policies.own_calls import state_of
+from keras_mp.policies.layers import state_of
 from keras_mp.replaced import replaced
 from keras_mp.traced.function import TracedFunction, is_asked_for, not_compiled
 from keras_mp.types import Model

@@ -358,17 +358,18 @@ def drop_internal_frames(error: BaseException) -> None:
         error.__traceback__ = tracebacks._process_traceback_frames(error.__traceback__)
 
 
-def clear_losses(model: Model) -> None:
-    """Forgets the losses that the layers of a model added outside of `fit`."""
-    model._clear_losses()
+def clear_losses(layer: Layer) -> None:
+    """Forgets the losses that a layer, and those inside, have added."""
+    layer._clear_losses()
 
 
 def own_losses(layer: Layer) -> list[Any]:
-    """What a layer, without those inside, has added in its last call outside of `fit`.
+    """What a layer, without those inside, has added in its calls in this step.
 
     Its public `losses` are those of all layers inside as well.
     """
-    return [] if get_stateless_scope() else layer._get_own_losses()
+    found: list[Any] = layer._get_own_losses()
+    return found
 
 
 # Variables and tensors -------------------------------------------------------------

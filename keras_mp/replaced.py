@@ -21,7 +21,8 @@ REPLACED = {
     "gradients": "`apply` of one optimizer, while a train step is traced on torch",
     "steps": "`train_step`, `test_step` or `predict_step` of one model, while Keras "
     "makes the function that runs it",
-    "own calls": "`call` of one model that may mix dtypes, while it is called",
+    "own calls": "`call` of one model, or layer, that may mix dtypes, while it is "
+    "called",
     "check of cuDNN": "`check_cudnn_version` of JAX, while attention is traced for a "
     "GPU, which may be elsewhere",
 }

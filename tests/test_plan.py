@@ -77,3 +77,24 @@ def test_weights_are_planned_as_well():
     assert carry_out(plan) == [head]
     kernel, bias = head.weights
     assert (str(kernel.dtype), str(bias.dtype)) == ("bfloat16", "float32")
+
+
+class Attending(layers.Layer):
+    """What it returns is made two layers further in."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 2)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+def test_an_output_layer_stays_one_when_the_layers_around_it_are_called_again():
+    """A conversion calls them on symbols, and their first calls choose once more."""
+    model = keras.Sequential([keras.Input((3, 4)), layers.Dense(4), Attending()])
+    keras_mp.convert(model, "mixed_bfloat16")
+    ends = [x for x in model._flatten_layers() if x.name == "attention_output"]
+    model(np.ones((2, 3, 4), "float32"))
+    assert [decision_for(x).head for x in ends] == [True]
+    assert [x.compute_dtype for x in ends] == ["float32"]

@@ -239,11 +239,13 @@ class Plan:
             return
         large, copied = decision.head and has_large(layer), copies_children(layer)
         for child in private.layers_in(layer, itself=False):
-            policy = self.policy_of(child)
+            policy, own = self.policy_of(child), self.decision_for(child)
+            if own and own.head and not decision.head:
+                continue  # What a loss reads stays so when the layer is called again.
             if (
                 policy is before
                 or chooser_of(policy)
-                or self.decision_for(child)
+                or own
                 or is_default(self.held_by(child), copied)
             ):
                 self._set(child, decision, large)

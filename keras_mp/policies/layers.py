@@ -161,6 +161,16 @@ def _symbolic(argument: Any) -> Any:
         return argument  # No array, or a tensor of unknown rank.
 
 
+def state_of(layer: Layer) -> list[Any]:
+    """What a call may change: no weights, frozen or not. For seeds any draw is good."""
+    found = []
+    for part in private.layers_in(layer):
+        weights = set(map(id, private.own_trainable(part)))
+        own = private.own_variables(part)
+        found += [variable for variable in own if id(variable) not in weights]
+    return found
+
+
 def input_shape(layer: Layer) -> tuple[int | None, ...]:
     """The shape of a layer's first input; empty while it is not known."""
     first = first_input(layer)

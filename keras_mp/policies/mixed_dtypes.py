@@ -6,12 +6,14 @@ as a Fourier transform, take no float16 on any backend.
 """
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
@@ -19,11 +21,12 @@ from keras_mp.backends.interface import HALF
 from keras_mp.messages import warn
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import Plan, carry_out, decision_for
-from keras_mp.policies.layers import policy_of, users_code
+from keras_mp.policies.layers import policy_of, state_of, users_code
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import as_stock
 from keras_mp.policies.record import Precision, records
 from keras_mp.policies.stock_rules import MIXES_DTYPES
+from keras_mp.replaced import replaced
 from keras_mp.types import Layer
 
 # TensorFlow calls them DT_HALF and DT_BFLOAT16.
@@ -44,39 +47,83 @@ def first_result(layer: Layer, call: Callable[[], Any]) -> Any:
 
     If a `ChoosingPolicy` gave half precision to a layer that runs code of the user's,
     and its call fails because of dtypes, it is called again in float32 and stays there.
-    If that fails as well, the layer gets its policy back. A model and a layer with
-    state are not called twice: their error gets a note with the remedy.
+    If that fails as well, the layer gets its policy back. A model is not called twice:
+    its error gets a note with the remedy.
     """
     if not records[id(layer)].runs_users_code:
         with first_call(layer):
             return call()
     with _telling() as kept:
         inside = len(kept)
+        is_model = isinstance(layer, keras.Model)
+        tried = {} if is_model or not may_be_kept(layer) else {"call": _Tried.of(layer)}
         try:
-            with first_call(layer):
+            with first_call(layer), replaced("own calls", layer, tried):
                 return call()
+        except _Failed:
+            pass
         except engine.dtype_errors as error:
-            if (
-                engine.only_shapes()
-                or not may_be_kept(layer)
-                or is_told(error)
-                or not is_of_dtypes(error)
-            ):
+            if engine.only_shapes() or not may_be_kept(layer) or not _may_mix(error):
                 raise
-            if isinstance(layer, keras.Model) or _has_state(layer):
+            if is_model:
                 error.add_note(_note(layer))
                 raise
-            before = Precision(private.layers_in(layer))
-            keep(layer)
-            try:
-                with first_call(layer):
-                    result = call()
-            except BaseException as second:
-                before.put_back()
-                raise (error if isinstance(second, Exception) else second) from None
+        before = Precision(private.layers_in(layer))
+        keep(layer)
+        try:
+            with first_call(layer):
+                result = call()
+        except BaseException as error:
+            before.put_back()
+            if not isinstance(error, Exception):
+                raise
+            with first_call(layer):
+                return call()  # Keras raises the error, or a user's own code does.
         symbolic.note_float32(layer)
         kept[inside:] = [layer]  # It says more than those inside it.
         return result
+
+
+class _Failed(BaseException):
+    """A layer's `call` has failed for dtypes, and has changed nothing.
+
+    No Exception: Keras tries `call` to build a layer, catches what is one, warns that
+    the layer cannot be built, and counts it as built.
+    """
+
+
+class _Tried:
+    """The `call` of a layer, which changes nothing where it fails for dtypes."""
+
+    def __init__(self, layer: Layer, call: Callable) -> None:
+        self._layer, self._call = layer, call
+        self._thread = threading.get_ident()
+        functools.update_wrapper(self, call)
+
+    @classmethod
+    def of(cls, layer: Layer) -> Callable[[Callable], Any]:
+        """What makes it of a `call`."""
+        return functools.partial(cls, layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        changes = [*state_of(layer), *layer.metrics_variables]
+        state = [(v, ops.copy(v.value)) for v in changes]
+        losses = [(x, private.own_losses(x)) for x in private.layers_in(layer)]
+        try:
+            return self._call(*args, **kwargs)
+        except engine.dtype_errors as error:
+            if self._thread != threading.get_ident() or engine.only_shapes():
+                raise
+            for variable, value in state:
+                variable.assign(value)
+            private.clear_losses(layer)
+            for x, own in losses:
+                if own:
+                    x.add_loss(own)
+            if not _may_mix(error):
+                raise
+            raise _Failed from error
 
 
 @contextlib.contextmanager
@@ -125,9 +172,10 @@ def keep(layer: Layer) -> None:
 def tell(layer: Layer) -> None:
     """Warns that this was done."""
     warn(
-        f"{layer_path(layer)} mixes dtypes in half precision and computes in float32 "
-        f"from here on. Declare it with {_declaration(layer)}, or cast in its "
-        f"{users_code(layer)}: `ops.cast(y, x.dtype)`."
+        f"{layer_path(layer)} mixes dtypes in half precision, or calls what lacks it, "
+        "and computes in float32 from here on. Declare it with "
+        f"{_declaration(layer)}, or cast in its {users_code(layer)} where dtypes meet: "
+        "`ops.cast(y, x.dtype)`."
     )
 
 
@@ -140,6 +188,10 @@ def may_be_kept(layer: Layer) -> bool:
         and policy_of(layer).compute_dtype in HALF
         and bool(users_code(layer))
     )
+
+
+def _may_mix(error: Exception) -> bool:
+    return is_of_dtypes(error) and not is_told(error)
 
 
 def is_told(error: Exception) -> bool:
@@ -164,12 +216,9 @@ def _reasons(error: BaseException) -> Iterator[BaseException]:
     yield error
     while isinstance(error, NotImplementedError) and error.__context__ is not None:
         error = error.__context__
+        if isinstance(error, _Failed) and error.__cause__ is not None:
+            error = error.__cause__
         yield error
-
-
-def _has_state(layer: Layer) -> bool:
-    """May the call have changed something? Seeds do not count: any draw is as good."""
-    return bool(layer.non_trainable_weights or layer.losses or layer.metrics)
 
 
 def _note(layer: Layer) -> str:

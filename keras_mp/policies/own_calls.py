@@ -23,7 +23,7 @@ from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.messages import warn
 from keras_mp.policies import inputs
 from keras_mp.policies.choosing import Plan, carry_out, decision_for
-from keras_mp.policies.layers import is_graph, policy_of
+from keras_mp.policies.layers import is_graph, policy_of, state_of
 from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision, record_of, records
@@ -138,16 +138,6 @@ class _Mended:
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         with entered(self._model):
             return self._call(*args, **kwargs)
-
-
-def state_of(model: Model) -> list[Any]:
-    """What a call may change: no weights, frozen or not. For seeds any draw is good."""
-    found = []
-    for layer in private.layers_in(model):
-        weights = set(map(id, private.own_trainable(layer)))
-        own = private.own_variables(layer)
-        found += [variable for variable in own if id(variable) not in weights]
-    return found
 
 
 def _is_half(model: Model) -> bool:

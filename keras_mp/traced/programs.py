@@ -9,7 +9,7 @@ from keras_mp.backends import engine
 from keras_mp.backends.train_step import logs_of_step
 from keras_mp.loss_scaling import stage, step
 from keras_mp.loss_scaling.optimizer import loss_scaling_of
-from keras_mp.policies.own_calls import state_of
+from keras_mp.policies.layers import state_of
 from keras_mp.replaced import replaced
 from keras_mp.traced.assumed import Assumed, filled, places_in, tensors_in
 from keras_mp.types import Gradients, Model, Tensor, Variable, Variables
