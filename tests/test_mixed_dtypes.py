@@ -63,7 +63,8 @@ class Mixing(layers.Layer):
         super().__init__(**kwargs)
         self.dense = layers.Dense(4)
         self.index = keras.Variable(np.arange(4), dtype="int32", trainable=False)
-        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        tenth = keras.initializers.Constant(0.1)  # In half precision it is another.
+        self.count = self.add_weight(shape=(), initializer=tenth, trainable=False)
         # In a step of JAX Keras gives the metrics of layers no values.
         self.means = [keras.metrics.Mean(name="mean")] * (BACKEND != "jax")
 
@@ -77,6 +78,13 @@ class Mixing(layers.Layer):
 
     def compute_output_shape(self, shape):
         return shape
+
+
+class Built(Mixing):
+    """Its first call is not one that Keras tries."""
+
+    def build(self, shape):
+        self.dense.build(shape)
 
 
 def sinusoidal_embedding(x):
@@ -280,7 +288,8 @@ def fitted_eagerly(model, x):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("has_input", [True, False])
 @pytest.mark.parametrize("within", [True, False])
-def test_what_a_call_that_fails_has_changed_is_taken_back(way, has_input, within):
+@pytest.mark.parametrize("kind", [Mixing, Built])
+def test_what_a_call_that_fails_has_changed_is_taken_back(way, has_input, within, kind):
     class Around(layers.Layer):
         def __init__(self, layer):
             super().__init__(dtype="float32")
@@ -291,7 +300,7 @@ def test_what_a_call_that_fails_has_changed_is_taken_back(way, has_input, within
 
     def run():
         keras.utils.set_random_seed(0)
-        mixing = Mixing(name="mixing")
+        mixing = kind(name="mixing")
         first = [keras.Input((2, 4))] if has_input else []
         layer = Around(mixing) if within else mixing
         model = keras.Sequential([*first, layer])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
@@ -56,7 +55,8 @@ def first_result(layer: Layer, call: Callable[[], Any]) -> Any:
     with _telling() as kept:
         inside = len(kept)
         is_model = isinstance(layer, keras.Model)
-        tried = {} if is_model or not may_be_kept(layer) else {"call": _Tried.of(layer)}
+        is_mended = not is_model and may_be_kept(layer)
+        tried = {"call": functools.partial(_Tried, layer)} if is_mended else {}
         try:
             with first_call(layer), replaced("own calls", layer, tried):
                 return call()
@@ -100,15 +100,11 @@ class _Tried:
         self._thread = threading.get_ident()
         functools.update_wrapper(self, call)
 
-    @classmethod
-    def of(cls, layer: Layer) -> Callable[[Callable], Any]:
-        """What makes it of a `call`."""
-        return functools.partial(cls, layer)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
-        changes = [*state_of(layer), *layer.metrics_variables]
-        state = [(v, ops.copy(v.value)) for v in changes]
+        # In a step of JAX Keras gives the metrics of layers no values.
+        known = [v for v in layer.metrics_variables if private.raw_value(v) is not None]
+        state = private.values_of([*state_of(layer), *known])
         losses = [(x, private.own_losses(x)) for x in private.layers_in(layer)]
         try:
             return self._call(*args, **kwargs)

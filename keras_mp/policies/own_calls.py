@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
@@ -115,7 +114,7 @@ class _Mended:
         model = self._model
         if mixes(model):
             return self._again(*args, **kwargs)
-        state = [(v, ops.copy(v.value)) for v in state_of(model)]
+        state = private.values_of(state_of(model))
         try:
             return self._call(*args, **kwargs)
         except engine.dtype_errors as error:
