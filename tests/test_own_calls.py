@@ -110,14 +110,18 @@ def test_what_the_failed_call_has_changed_is_put_back(mixed_float16):
         def build(self, shape):
             self.dense.build(shape)
             self.norm.build(shape)
+            tenth = keras.initializers.Constant(0.1)  # In half precision it is another.
+            self.count = self.add_weight((), tenth, trainable=False)
 
         def call(self, x, training=None):
+            self.count.assign_add(1.0)
             return x + self.norm(self.dense(x), training=training)
 
     def state():
         keras.utils.set_random_seed(0)
         model = Counting()
         told(lambda: model(X, training=True))
+        assert float(model.count) == np.float32(0.1) + np.float32(1)
         return [*values(model.non_trainable_variables), *values(model.losses)]
 
     found = state()
