@@ -201,6 +201,14 @@ def test_what_was_said_for_a_layer_is_still_so(tmp_path):
     assert names(keras.models.clone_model(again)) == chosen
 
 
+def test_a_part_of_an_opened_model_returns_float32_once_it_is_converted(tmp_path):
+    opened = reopened(regression(), tmp_path / "model.keras")
+    encoder = keras.Model(opened.inputs[0], opened.layers[0].output)
+    assert dtype_of(encoder(X)) == "float16"  # A file does not say who chose that.
+    keras_mp.convert(encoder, "mixed_float16")
+    assert dtype_of(encoder(X)) == dtype_of(opened(X)) == "float32"
+
+
 @any_policy
 def test_a_subclassed_model_trains_on_under_any_global_policy(tmp_path, policy):
     with keras_mp.policy_scope("mixed_float16"):
