@@ -385,12 +385,6 @@ def raw_value(variable: Variable) -> Any:
     return variable._value
 
 
-def values_of(variables: list[Variable]) -> list[tuple[Variable, Any]]:
-    """Copies of what variables hold, in their own dtypes, within a layer's call too."""
-    with AutocastScope(None):
-        return [(v, ops.copy(v.value)) for v in variables]
-
-
 def set_raw_value(variable: Variable, value: Any) -> None:
     """Gives a variable another tensor; `assign` copies into the one that it has."""
     variable._value = value

@@ -6,12 +6,13 @@ from collections.abc import Collection
 from typing import Any
 
 import keras
+from keras import ops
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
 from keras_mp.backends.leaves import leaves
 from keras_mp.policies.record import record_of, records
-from keras_mp.types import Layer
+from keras_mp.types import Layer, Variable
 
 layers = keras.layers
 
@@ -169,6 +170,12 @@ def state_of(layer: Layer) -> list[Any]:
         own = private.own_variables(part)
         found += [variable for variable in own if id(variable) not in weights]
     return found
+
+
+def values_of(variables: list[Variable]) -> list[tuple[Variable, Any]]:
+    """Copies of what variables hold, in their own dtypes, within a layer's call too."""
+    with private.AutocastScope(None):
+        return [(v, ops.copy(v.value)) for v in variables]
 
 
 def input_shape(layer: Layer) -> tuple[int | None, ...]:

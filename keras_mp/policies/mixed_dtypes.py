@@ -20,7 +20,7 @@ from keras_mp.backends.interface import HALF
 from keras_mp.messages import warn
 from keras_mp.policies import symbolic
 from keras_mp.policies.choosing import Plan, carry_out, decision_for
-from keras_mp.policies.layers import policy_of, state_of, users_code
+from keras_mp.policies.layers import policy_of, state_of, users_code, values_of
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.policy import as_stock
 from keras_mp.policies.record import Precision, records
@@ -104,7 +104,7 @@ class _Tried:
         layer = self._layer
         # In a step of JAX Keras gives the metrics of layers no values.
         known = [v for v in layer.metrics_variables if private.raw_value(v) is not None]
-        state = private.values_of([*state_of(layer), *known])
+        state = values_of([*state_of(layer), *known])
         losses = [(x, private.own_losses(x)) for x in private.layers_in(layer)]
         try:
             return self._call(*args, **kwargs)

@@ -22,7 +22,7 @@ from keras_mp.backends.leaves import is_half_tensor, mapped
 from keras_mp.messages import warn
 from keras_mp.policies import inputs
 from keras_mp.policies.choosing import Plan, carry_out, decision_for
-from keras_mp.policies.layers import is_graph, policy_of, state_of
+from keras_mp.policies.layers import is_graph, policy_of, state_of, values_of
 from keras_mp.policies.mixed_dtypes import is_of_dtypes, is_told
 from keras_mp.policies.paths import layer_path
 from keras_mp.policies.record import Precision, record_of, records
@@ -114,7 +114,7 @@ class _Mended:
         model = self._model
         if mixes(model):
             return self._again(*args, **kwargs)
-        state = private.values_of(state_of(model))
+        state = values_of(state_of(model))
         try:
             return self._call(*args, **kwargs)
         except engine.dtype_errors as error:
