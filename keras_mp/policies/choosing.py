@@ -151,7 +151,8 @@ class Plan:
         self._decide(layer, decision, policy)
         # The layers of a graph have been called, and their dtypes are in it.
         has_own = isinstance(layer, OPAQUE) or is_graph(layer)
-        if chooser and not (has_own or decision.includes_children):
+        is_alone = decision.rule is None or decision.rule.alone
+        if chooser and is_alone and not has_own:
             self._pass_on(layer, chooser)
         for part in parts_of(layer):
             self.choose(part)  # It may have no first call of its own.
@@ -302,7 +303,7 @@ def carry_out(plan: Plan) -> list[Layer]:
             if leaves_map:
                 private.set_policy(layer, before)
             layer.dtype_policy = policy
-            after = policy_of(layer)
+            after = policy_of(layer) if decision is None else decision.policy
         record_of(layer).decision = decision
         if decision and decision.rule and decision.chooser:
             decision.chooser.note_match(decision.rule)
