@@ -177,7 +177,7 @@ class _Program:
                 continue
             outer = instruction.operands[number]
             dtype = _tensors(parameter.shape)[0][0]
-            # Of what is computed element by element only those are that are gathered.
+            # Of a sum, say, only the elements that are gathered are computed.
             users, first = _users(parameter, inner, _ELEMENTWISE)
             operations = {user.operation for user in users}
             if first and operations <= {"gather", "dynamic-slice", "slice"}:
@@ -201,7 +201,7 @@ class _Program:
 def _users(
     parameter: _Instruction, inner: list[_Instruction], through: Collection[str] = ()
 ) -> tuple[list[_Instruction], bool]:
-    """What uses a parameter in a fusion, by any name; is it always the first operand?
+    """What uses a parameter in a fusion, and whether always as the first operand.
 
     Args:
         through: operations whose results of the same shape count as the parameter.

@@ -78,7 +78,7 @@ def first_result(layer: Layer, call: Callable[[], Any]) -> Any:
             if not isinstance(error, Exception):
                 raise
             with first_call(layer):
-                return call()  # Keras raises the error, or a user's own code does.
+                return call()  # As Keras calls it: the error is Keras' own.
         symbolic.note_float32(layer)
         kept[inside:] = [layer]  # It says more than those inside it.
         return result

@@ -45,7 +45,7 @@ def note_compiled(model: Model) -> None:
         _hidden[model] = {id(layer) for layer in inside}
         for layer in inside:
             plan.no_head(layer)
-    _plan_heads(plan, model, outputs)
+    plan_heads(plan, model, outputs)
     if changed := carry_out(plan):
         symbolic.refresh(model, changed)
         _follow(model, {id(layer) for layer in changed})
@@ -84,7 +84,7 @@ def _others(model: Model) -> list[Any]:
     return [other for other in found if other is not None and other is not model]
 
 
-def plan_heads(plan: Plan, model: Model) -> None:
+def plan_heads(plan: Plan, model: Model, outputs: Iterable[Any] | None = None) -> None:
     """Keeps the output layers of a model in float32; without a graph, once called.
 
     Only layers for which a `ChoosingPolicy` has decided: what the user said explicitly
@@ -92,13 +92,12 @@ def plan_heads(plan: Plan, model: Model) -> None:
     because nobody knows what it computes from their results. An output without a loss
     in `compile` stays, too, and so does a layer in the middle of another compiled
     model.
+
+    Args:
+        outputs: the output layers, if they are known.
     """
-    _plan_heads(plan, model, _output_layers(model))
-
-
-def _plan_heads(plan: Plan, model: Model, outputs: Iterable[Any]) -> None:
     hidden = {i for other in _others(model) for i in _hidden.get(other, ())}
-    for layer in outputs:
+    for layer in _output_layers(model) if outputs is None else outputs:
         stays = is_composite(layer) and layer.autocast
         if not stays and id(layer) not in hidden:
             plan.head(layer)
