@@ -18,8 +18,9 @@ from keras_mp import interrupts, seams, wanted
 from keras_mp.backends import engine
 from keras_mp.backends.interface import Wrapper
 from keras_mp.config import give_back_global_policy
+from keras_mp.loss_scaling.wrapping import wrap_add_loss
 from keras_mp.messages import warn
-from keras_mp.policies import heads, inputs, saving
+from keras_mp.policies import exporting, heads, inputs, saving
 from keras_mp.repairs import table as repairs
 from keras_mp.repairs.guard import guarded
 from keras_mp.repairs.table import EACH, HALF, HEADS, Row, rows_of
@@ -130,11 +131,9 @@ def _places(kernels: bool) -> Iterator[Place]:
         ImportError: if this Keras lacks a method that a promise needs.
     """
     for seam in (*seams.SEAMS, *(seams.OF_SHARDS if wanted.shards else ())):
-        for method in seam.methods:
+        for method in seam.methods if seam.wrap else ():
             name = method.rpartition(".")[2]
             yield Place(seams.home_of(method), name, seam.wrap)
-    for name, wrap in engine.interruptible().items():
-        yield Place(seams.home_of(f"Model.{name}"), name, wrap)
     yield from _operations(kernels)
     if not isinstance(private.tracebacks, private.Missing):
         yield Place(private.tracebacks, private.INCLUDE_FRAME, seams.wrap_include_frame)
@@ -143,6 +142,11 @@ def _places(kernels: bool) -> Iterator[Place]:
 # Functions of the core that repairs and kernels wrap, beside those of Keras.
 _CORE: dict[str, tuple[Any, str]] = {
     "heads.call": (heads, "call"),
+}
+# The repairs that need what stands on them.
+_OF_CORE: dict[str, Wrapper] = {
+    "Layer.add_loss": wrap_add_loss,
+    "Model.export": exporting.wrap_export,
 }
 
 
@@ -154,7 +158,8 @@ def place_of(operation: str) -> tuple[Any, str] | None:
 def _operations(kernels: bool) -> Iterator[Place]:
     """The operations that this Keras and this framework can have."""
     of_shards = engine.of_shards() if wanted.shards else {}
-    tables = [("repair", repairs.REPAIRS, {**repairs.wrappers(), **of_shards})]
+    repaired = {**_OF_CORE, **repairs.wrappers(), **of_shards}
+    tables = [("repair", repairs.REPAIRS, repaired)]
     if kernels:
         # Imported when it is wanted: a tenth of all modules.
         from keras_mp.kernels import table

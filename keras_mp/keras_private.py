@@ -174,6 +174,8 @@ def place_of(operation: str) -> tuple[Any, str] | None:
             keras.Variable,
             keras.initializers.Orthogonal,
             layers.BatchNormalization,
+            layers.Layer,
+            keras.Model,
         )
         places = next(kind.__mro__ for kind in kinds if kind.__name__ == owner)
     if operation == "normalize":

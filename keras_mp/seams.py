@@ -15,18 +15,11 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp import calling, compiling, first_step, fitting, sharding
+from keras_mp.backends import engine
 from keras_mp.config import wrap_dtype_policy, wrap_set_dtype_policy
 from keras_mp.loss_scaling import resuming, unwrapped
-from keras_mp.loss_scaling.wrapping import wrap_add_loss
 from keras_mp.messages import warnings_at_the_user
-from keras_mp.policies import (
-    exporting,
-    heads,
-    hidden,
-    inputs,
-    outputs,
-    saving,
-)
+from keras_mp.policies import heads, hidden, inputs, outputs, saving
 from keras_mp.policies.choosing import choose_by_class
 
 
@@ -36,12 +29,12 @@ class Seam(NamedTuple):
     Attributes:
         methods: "Model.compile", for example: the keys of OWNERS say whose they are.
         does: what the wrapper does.
-        wrap: makes it of the method.
+        wrap: makes it of the method; None where the backend needs none.
     """
 
     methods: tuple[str, ...]
     does: str
-    wrap: Callable[[Callable], Callable]
+    wrap: Callable[[Callable], Callable] | None
 
 
 OWNERS = {
@@ -148,7 +141,6 @@ SEAMS = (
         "copies keep what was decided for each layer",
         saving.wrap_reduce,
     ),
-    Seam(("Layer.add_loss",), "losses are float32", wrap_add_loss),
     Seam(("Sequential.build",), "the input is float32", _wrap_sequential_build),
     Seam(
         (f"Functional.{private.RUN}",),
@@ -181,12 +173,14 @@ SEAMS = (
         first_step.wrap_make_function,
     ),
     Seam(
+        ("Model.fit", "Model.evaluate", "Model.predict"),
+        "an exception leaves a model its values on JAX, and torch its gradient mode",
+        engine.ends_whole,
+    ),
+    Seam(
         ("Model.get_metrics_result",),
         "nothing, not 0, if every step of an epoch was skipped",
         fitting.wrap_get_metrics_result,
-    ),
-    Seam(
-        ("Model.export",), "files for LiteRT compute in float32", exporting.wrap_export
     ),
     Seam(
         ("Optimizer.apply",),

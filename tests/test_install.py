@@ -44,10 +44,23 @@ def there(operations):
 
 
 def test_the_tables_name_each_wrapper():
-    own = set(repairs.wrappers())
+    own = {*repairs.wrappers(), *installing._OF_CORE}
     # Keras 3.10 has no bidirectional LSTM of cuDNN.
     assert own <= REPAIRED <= own | {"lstm", "bidirectional_lstm"}
     assert set(table.wrappers()) == FASTER
+
+
+def test_what_is_wrapped_stands_in_a_table():
+    keras_mp.install()
+    operations = names_in((*REPAIRS, *KERNELS), BACKEND)
+    places = {installing.place_of(operation) for operation in operations}
+    places |= {(seams.home_of(name), name.rpartition(".")[2]) for name in METHODS}
+    tracebacks = (private.tracebacks, private.INCLUDE_FRAME)  # The page has it below.
+    assert set(installing._installed) <= {*places, tracebacks}
+
+
+def test_the_promises_need_few_seams():
+    assert len([seam for seam in seams.SEAMS if seam.wrap]) <= 20
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.operations)

@@ -16,8 +16,8 @@ REMOVALS = {
         "keras.src.models.functional.Functional",
     ),
     "a method with a seam": (
-        "del keras.layers.Layer.add_loss",
-        "Layer.add_loss",
+        "del keras.layers.Layer.stateless_call",
+        "Layer.stateless_call",
     ),
     "a method that another class defines": (
         "for c in keras.Model.__mro__:\n"

@@ -137,9 +137,5 @@ class Engine(Step, Batches, Measures, Shards):
     differentiates_in_outputs = True
     """Can a program ask for the gradient of one output of a call in another?"""
 
-    def interruptible(self) -> dict[str, Wrapper]:
-        """Wrappers of methods of `keras.Model` that an exception would leave half done.
-
-        Keys are the names of the methods.
-        """
-        return {}
+    ends_whole: Wrapper | None = None
+    """Wraps `fit`, `evaluate` and `predict` if an exception leaves them half done."""

@@ -59,6 +59,19 @@ REPAIRS: tuple[Row, ...] = (
         by=EACH,
     ),
     Row(
+        "Layer.add_loss",
+        EVERYWHERE,
+        "adds losses in float32: half-precision ones pass 65504, and TensorFlow adds "
+        "none of them to a float32 loss",
+        by=EACH,
+    ),
+    Row(
+        "Model.export",
+        EVERYWHERE,
+        "writes files for LiteRT in float32: it has no half-precision products",
+        by=EACH,
+    ),
+    Row(
         "add subtract multiply",
         "jax tensorflow",
         "sum the gradients of what is broadcast, such as a bias, in float32",

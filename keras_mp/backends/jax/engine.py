@@ -25,6 +25,7 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
     differentiates_in_outputs = False
 
     compiled = staticmethod(compilation.compiled)
+    ends_whole = staticmethod(interruptible.ends_with_values)
     half_dtypes = frozenset((*HALF, jnp.dtype("float16"), jnp.dtype("bfloat16")))
     float32_in_cudnn = (keras.layers.LSTM,)
 
@@ -83,10 +84,6 @@ class JaxEngine(JaxStep, JaxBatches, JaxMeasures, Engine):
             return logs, (after[0], non_trainable, optimizer, metrics)
 
         return undoing
-
-    def interruptible(self) -> dict[str, Wrapper]:
-        verbs = "fit", "evaluate", "predict"
-        return dict.fromkeys(verbs, interruptible.ends_with_values)
 
 
 engine = JaxEngine()

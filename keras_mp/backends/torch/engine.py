@@ -47,8 +47,19 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
             "Variable.__array__": sharding.read_whole,
         }
 
-    def interruptible(self) -> dict[str, Wrapper]:
-        return dict.fromkeys(("fit", "evaluate", "predict"), _ends_in_its_grad_mode)
+    @staticmethod
+    def ends_whole(original: Callable) -> Callable:
+        # An interrupt on the way out of one of Keras' `torch.no_grad` leaves it on.
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = torch.is_grad_enabled()
+            try:
+                return original(self, *args, **kwargs)
+            except BaseException as error:
+                torch.set_grad_enabled(before)
+                private.drop_internal_frames(error)
+                raise
+
+        return run
 
     def set_dtype(self, variable: Variable, dtype: str) -> None:
         # In place: torch's modules and optimizers hold this parameter object.
@@ -120,20 +131,6 @@ class TorchEngine(TorchStep, TorchBatches, TorchMeasures, Engine):
 
     def may_have_skipped(self, scaling: Any) -> bool:
         return scaling.before_skip is not None
-
-
-def _ends_in_its_grad_mode(original: Callable) -> Callable:
-    # An interrupt on the way out of one of Keras' many `torch.no_grad` leaves it on.
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = torch.is_grad_enabled()
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException as error:
-            torch.set_grad_enabled(before)
-            private.drop_internal_frames(error)
-            raise
-
-    return run
 
 
 def _with_values(variables: Iterable[Variable]) -> dict[int, tuple[Any, torch.Tensor]]:
