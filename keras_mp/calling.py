@@ -18,6 +18,7 @@ import keras
 
 import keras_mp.keras_private as private
 from keras_mp.backends import engine
+from keras_mp.backends.leaves import leaves
 from keras_mp.policies import (
     heads,
     hidden,
@@ -68,8 +69,9 @@ def _first(
     alone, is_model = _is_outermost(), isinstance(layer, keras.Model)
     outermost = is_model and alone
     note_call(layer, args, kwargs)
+    becomes_part = alone and isinstance(next(leaves(args), None), keras.KerasTensor)
     if alone:
-        outputs.note_first_call(layer, args)
+        outputs.note_first_call(layer, becomes_part)
     choose_policy(layer)
     if is_model:
         inputs.keep_input_dtypes(layer)
@@ -83,7 +85,7 @@ def _first(
         result = _run(layer, record, args, kwargs, original, outermost)
     _note_result(layer, record, args, kwargs, original, result)
     if alone:  # Its call may have created layers.
-        outputs.note_first_call(layer, args)
+        outputs.note_first_call(layer, becomes_part)
     record.chosen = layer.dtype_policy
     if not outermost:
         return result

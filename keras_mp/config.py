@@ -176,8 +176,10 @@ def wrap_dtype_policy(original: Callable) -> Callable:
     """Wraps Keras' getter of the global policy, under each of its names."""
 
     def dtype_policy() -> Any:
-        restore_global_policy()
-        policy = original()
+        policy = show_scope()
+        if policy is None:
+            restore_global_policy()
+            policy = original()
         return chooser_of(policy) or policy
 
     return dtype_policy

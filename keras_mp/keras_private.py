@@ -318,6 +318,11 @@ def own_trainable(layer: Layer) -> list[Any]:
     return layer._trainable_variables
 
 
+def own_state(layer: Layer) -> list[Any]:
+    """What a layer's variables hold beside what it trains, without its children's."""
+    return layer._non_trainable_variables
+
+
 def own_variables(layer: Layer) -> list[Any]:
     """All variables of a layer, without those of its children."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]

@@ -4,6 +4,7 @@ A head with its cross-entropy is compiled on JAX for an H100 that is not there, 
 chunks of at least so many rows, and read. It writes README.md's section.
 """
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def _steps(rows: int, width: int, classes: int) -> Iterator[Step]:
     device, before = DEVICES["H100"], large_heads.ROWS
     try:
         for least in LEAST:
+            gc.collect()  # A model and its Adam are 6 GB.
             large_heads.ROWS = least
             program = program_of(case, device, "keras_mp")
             cost = cost_of(program.text, device)

@@ -329,10 +329,12 @@ def test_a_layer_lists_its_own_variables_without_those_of_its_children():
     layer(X)
     assert private.own_trainable(layer) == []
     assert [v is layer.gain for v in private.own_variables(layer)] == [True]
+    assert [v is layer.gain for v in private.own_state(layer)] == [True]
     frozen = layers.Dense(1)
     frozen.build((None, 3))
     frozen.trainable = False
     assert private.own_trainable(frozen) == frozen.weights
+    assert private.own_state(frozen) == []
 
 
 def test_a_layer_builds_again():

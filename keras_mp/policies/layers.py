@@ -164,12 +164,7 @@ def _symbolic(argument: Any) -> Any:
 
 def state_of(layer: Layer) -> list[Any]:
     """What a call may change: no weights, frozen or not. For seeds any draw is good."""
-    found = []
-    for part in private.layers_in(layer):
-        weights = set(map(id, private.own_trainable(part)))
-        own = private.own_variables(part)
-        found += [variable for variable in own if id(variable) not in weights]
-    return found
+    return [v for part in private.layers_in(layer) for v in private.own_state(part)]
 
 
 def values_of(variables: list[Variable]) -> list[tuple[Variable, Any]]:

@@ -51,9 +51,13 @@ def note_compiled(model: Model) -> None:
         _follow(model, {id(layer) for layer in changed})
 
 
-def note_first_call(layer: Layer, arguments: Any) -> None:
-    """Names the layers within a layer, or model, that nothing else is calling."""
-    becomes_part = isinstance(next(leaves(arguments), None), keras.KerasTensor)
+def note_first_call(layer: Layer, becomes_part: bool) -> None:
+    """Names the layers within a layer, or model, that nothing else is calling.
+
+    Args:
+        layer: the layer or model.
+        becomes_part: whether it is called on symbols, to become part of a model.
+    """
     name_layers(layer, within_another=becomes_part)
     if isinstance(layer, keras.Model) and ChoosingPolicy.paths_matter:
         plan = Plan()
