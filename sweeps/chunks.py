@@ -19,10 +19,10 @@ TITLE = "Chunks of the loss"
 INTRODUCTION = """\
 A step of a dense layer and a head with a cross-entropy, in mixed_float16 with Adam, on
 JAX, compiled for an H100 and read as its least time in ms and its peak of memory in MB.
-Each column's chunks have at least so many rows, and there are at most eight; the last
-column reads the logits as a whole. The time has half of the bytes that products hide,
-and 2 us for each kernel. In **bold**, what the package does. `make sweep-chunks`
-compiles anew.
+Each column's chunks have at least so many rows, and there are at most eight; "whole"
+reads the logits as a whole, and "Keras" is Keras' own `mixed_float16`. The time has
+half of the bytes that products hide, and 2 us for each kernel. In **bold**, what the
+package does. `make sweep-chunks` compiles anew.
 """
 
 
@@ -49,16 +49,17 @@ def main() -> None:
         table.append((f"{rows:,}", f"{width:,}", f"{classes:,}", *steps))
         print(*table[-1], flush=True)
     heads = [f"{least:,} rows" for least in LEAST[:-1]]
-    shown = Table(("rows", "width", "classes", *heads, "whole"), table)
+    shown = Table(("rows", "width", "classes", *heads, "whole", "Keras"), table)
     write_section(TITLE, f"{INTRODUCTION}\n{shown.markdown()}")
 
 
 def _steps(rows: int, width: int, classes: int) -> Iterator[Step]:
-    """The step with chunks of each size."""
+    """The step with chunks of each size, and Keras' own."""
     import keras
     from keras import layers
 
     from benchmarks.compiled.cases import Case
+    from benchmarks.compiled.compiled_tables import KERAS
     from benchmarks.compiled.devices import DEVICES
     from benchmarks.compiled.roofline import cost_of
     from benchmarks.compiled.steps import program_of
@@ -72,10 +73,10 @@ def _steps(rows: int, width: int, classes: int) -> Iterator[Step]:
     case = Case("a head", build, rows, ((64,), "float32"), target)
     device, before = DEVICES["H100"], large_heads.ROWS
     try:
-        for least in LEAST:
+        for least, way in [*((least, "keras_mp") for least in LEAST), (before, KERAS)]:
             gc.collect()  # A model and its Adam are 6 GB.
             large_heads.ROWS = least
-            program = program_of(case, device, "keras_mp")
+            program = program_of(case, device, way)
             cost = cost_of(program.text, device)
             hidden = cost.hidden / device.bandwidth / 2
             seconds = cost.seconds + hidden + 2e-6 * cost.launches
