@@ -5,7 +5,7 @@ import html
 import keras
 import numpy as np
 import pytest
-from backends import computes
+from backends import BACKEND, computes
 
 import keras_mp
 from keras_mp.policies.stock_rules import RULES, Rule
@@ -231,5 +231,16 @@ def test_a_rule_keeps_one_layer_and_not_its_like(name):
 
 
 def test_every_rule_has_a_name_of_its_own_and_is_asked_above():
-    elsewhere = {"output layer", "what it wraps", "TorchModuleWrapper"}
+    elsewhere = {"output layer", "what it wraps", "TorchModuleWrapper", "TFSMLayer"}
     assert sorted(rule.name for rule in RULES) == sorted([*PAIRS, *elsewhere])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras has the layer there alone")
+def test_an_exported_program_gets_the_dtypes_that_it_takes(half, tmp_path):
+    exported = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
+    exported.export(tmp_path / "program", verbose=False)
+    program = layers.TFSMLayer(tmp_path / "program", call_endpoint="serve")
+    np.testing.assert_array_equal(program(X), exported(X))
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(3), program])
+    assert model.layers[0].compute_dtype == half
+    assert np.isfinite(model.predict(X, verbose=0)).all()

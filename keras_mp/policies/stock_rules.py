@@ -239,6 +239,13 @@ RULES = RuleTable(
             _MEASURED,
             ("torch",),
         ),
+        Rule(
+            "TFSMLayer",
+            (layers.TFSMLayer,),
+            "its program takes the dtypes that it was exported with, and no others",
+            "tests/test_rules.py",
+            ("tensorflow",),
+        ),
     )
 )
 # Unpacked at once where all of it is read, which threads cannot interrupt.
