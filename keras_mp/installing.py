@@ -143,8 +143,8 @@ def _places(kernels: bool) -> Iterator[Place]:
 _CORE: dict[str, tuple[Any, str]] = {
     "heads.call": (heads, "call"),
 }
-# The repairs that need what stands on them.
-_OF_CORE: dict[str, Wrapper] = {
+# Repairs that use policies or loss scaling, which the folder `repairs` must not import.
+_MORE_REPAIRS: dict[str, Wrapper] = {
     "Layer.add_loss": wrap_add_loss,
     "Model.export": exporting.wrap_export,
 }
@@ -158,7 +158,7 @@ def place_of(operation: str) -> tuple[Any, str] | None:
 def _operations(kernels: bool) -> Iterator[Place]:
     """The operations that this Keras and this framework can have."""
     of_shards = engine.of_shards() if wanted.shards else {}
-    repaired = {**_OF_CORE, **repairs.wrappers(), **of_shards}
+    repaired = {**_MORE_REPAIRS, **repairs.wrappers(), **of_shards}
     tables = [("repair", repairs.REPAIRS, repaired)]
     if kernels:
         # Imported when it is wanted: a tenth of all modules.

@@ -319,7 +319,10 @@ def own_trainable(layer: Layer) -> list[Any]:
 
 
 def own_state(layer: Layer) -> list[Any]:
-    """What a layer's variables hold beside what it trains, without its children's."""
+    """The variables of a layer that were not made to be trained: counters, averages.
+
+    Those of its children are left out, and so are its frozen weights.
+    """
     return layer._non_trainable_variables
 
 

@@ -19,10 +19,11 @@ TITLE = "Chunks of the loss"
 INTRODUCTION = """\
 A step of a dense layer and a head with a cross-entropy, in mixed_float16 with Adam, on
 JAX, compiled for an H100 and read as its least time in ms and its peak of memory in MB.
-Each column's chunks have at least so many rows, and there are at most eight; "whole"
-reads the logits as a whole, and "Keras" is Keras' own `mixed_float16`. The time has
-half of the bytes that products hide, and 2 us for each kernel. In **bold**, what the
-package does. `make sweep-chunks` compiles anew.
+Each column's chunks have at least so many rows: there are eight, or 16 if one of eight
+would take more than 268 MB, or fewer. "Whole" reads the logits as a whole, and "Keras"
+is Keras' own `mixed_float16`. The time has half of the bytes that products hide, and
+2 us for each kernel. In **bold**, what the package does. `make sweep-chunks` compiles
+anew.
 """
 
 

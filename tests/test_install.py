@@ -44,7 +44,7 @@ def there(operations):
 
 
 def test_the_tables_name_each_wrapper():
-    own = {*repairs.wrappers(), *installing._OF_CORE}
+    own = {*repairs.wrappers(), *installing._MORE_REPAIRS}
     # Keras 3.10 has no bidirectional LSTM of cuDNN.
     assert own <= REPAIRED <= own | {"lstm", "bidirectional_lstm"}
     assert set(table.wrappers()) == FASTER
@@ -55,7 +55,7 @@ def test_what_is_wrapped_stands_in_a_table():
     operations = names_in((*REPAIRS, *KERNELS), BACKEND)
     places = {installing.place_of(operation) for operation in operations}
     places |= {(seams.home_of(name), name.rpartition(".")[2]) for name in METHODS}
-    tracebacks = (private.tracebacks, private.INCLUDE_FRAME)  # The page has it below.
+    tracebacks = (private.tracebacks, private.INCLUDE_FRAME)  # In no table.
     assert set(installing._installed) <= {*places, tracebacks}
 
 
